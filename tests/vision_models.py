@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def chatml(place: str) -> str:
     )
 
 
-def tokenizer(**more: Any) -> Any:
-    """A byte-level tokenizer with the tokens of all families."""
+def tokenizer(*tokens: str, **more: Any) -> Any:
+    """A byte-level tokenizer with tokens of all families, and these."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -49,7 +50,7 @@ def tokenizer(**more: Any) -> Any:
         corpus * 20,
         trainers.BpeTrainer(
             vocab_size=420,
-            special_tokens=list(SPECIAL),
+            special_tokens=[*SPECIAL, *tokens],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )
@@ -125,6 +126,171 @@ def gemma3(directory: Path) -> None:
     _save(directory, T.Gemma3ForConditionalGeneration, config, processor)
 
 
+def llava_next(directory: Path) -> None:
+    """LLaVA-Next: a picture as a whole and as tiles, with a token at the end of each line."""
+    own = tokenizer()
+    grid = [[56, 112], [112, 56], [112, 112]]
+    config = T.LlavaNextConfig(
+        vision_config=T.CLIPVisionConfig(projection_dim=32, **EYE),
+        text_config=T.LlamaConfig(vocab_size=len(own), **TEXT),
+        image_token_id=own.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=grid,
+        image_seq_length=16,
+    )
+    processor = T.LlavaNextProcessor(
+        image_processor=T.LlavaNextImageProcessor(
+            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}, image_grid_pinpoints=grid
+        ),
+        tokenizer=own,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        chat_template=chatml("<image>"),
+    )
+    _save(directory, T.LlavaNextForConditionalGeneration, config, processor)
+
+
+def llava_onevision(directory: Path) -> None:
+    """LLaVA-OneVision: tiles for the only picture of a row, none for several."""
+    own = tokenizer("<video>")
+    grid = [[56, 112], [112, 56], [112, 112]]
+    config = T.LlavaOnevisionConfig(
+        vision_config=T.SiglipVisionConfig(vision_use_head=False, **EYE),
+        text_config=T.Qwen2Config(vocab_size=len(own), **TEXT),
+        image_token_id=own.convert_tokens_to_ids("<image>"),
+        video_token_id=own.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=grid,
+    )
+    pictures = T.LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}, image_grid_pinpoints=grid)
+    settings = {
+        "num_image_tokens": 16, "vision_feature_select_strategy": "full", "image_token": "<image>",
+        "video_token": "<video>", "vision_aspect_ratio": "anyres_max_9",
+    }  # fmt: skip
+    own.chat_template = chatml("<image>")
+    model = T.LlavaOnevisionForConditionalGeneration
+    _save_parts(directory, model, config, pictures, own, "LlavaOnevisionProcessor", **settings)
+
+
+def internvl(directory: Path) -> None:
+    """InternVL: tiles of 4 tokens between two more."""
+    tokens = {
+        "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }  # fmt: skip
+    own = tokenizer(*tokens.values(), extra_special_tokens=tokens)
+    config = T.InternVLConfig(
+        vision_config={**EYE, "image_size": [56, 56], "patch_size": [14, 14]},
+        text_config=T.Qwen2Config(vocab_size=len(own), **TEXT),
+        image_token_id=own.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    pictures = T.GotOcr2ImageProcessorPil(
+        size={"height": 56, "width": 56}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+    own.chat_template = chatml("<IMG_CONTEXT>")
+    model = T.InternVLForConditionalGeneration
+    _save_parts(directory, model, config, pictures, own, "InternVLProcessor", image_seq_length=4)
+
+
+def gemma4(directory: Path) -> None:
+    """Gemma 4: as many tokens as a picture has, which see each other in both directions."""
+    tokens = {
+        "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+        "boa_token": "<|audio>", "eoa_token": "<audio|>",
+    }  # fmt: skip
+    own = tokenizer(*tokens.values(), "<|video|>", bos_token="<|im_start|>", extra_special_tokens=tokens)
+    ids = {f"{name}_id": own.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    ids["eoa_token_index"] = ids.pop("eoa_token_id")
+    eye = {name: value for name, value in EYE.items() if name != "image_size"}
+    config = T.Gemma4Config(
+        text_config={
+            "vocab_size": len(own), "vocab_size_per_layer_input": len(own), "hidden_size_per_layer_input": 8,
+            "head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"],
+            "use_bidirectional_attention": "vision", "pad_token_id": own.pad_token_id, **TEXT,
+        },
+        vision_config={**eye, "num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2,
+                       "position_embedding_size": 64},
+        audio_config=None,
+        video_token_id=own.convert_tokens_to_ids("<|video|>"),
+        **ids,
+    )  # fmt: skip
+    pictures = T.Gemma4ImageProcessorPil(patch_size=14, max_soft_tokens=70, pooling_kernel_size=2)
+    own.chat_template = chatml("<|image|>")
+    model = T.Gemma4ForConditionalGeneration
+    _save_parts(directory, model, config, pictures, own, "Gemma4Processor", image_seq_length=70)
+
+
+def pixtral(directory: Path) -> None:
+    """Pixtral: LLaVA with patches of any picture, and a token at the end of each line of them."""
+    own = tokenizer(*_PIXTRAL_TOKENS)
+    config = T.LlavaConfig(
+        vision_config=T.PixtralVisionConfig(**EYE),
+        text_config=T.MistralConfig(vocab_size=len(own), **TEXT),
+        image_token_id=own.convert_tokens_to_ids("[IMG]"),
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+    _save_pixtral(directory, T.LlavaForConditionalGeneration, config, own, spatial_merge_size=1)
+
+
+def mistral3(directory: Path) -> None:
+    """Mistral 3: Pixtral's processor, and patches merged by four."""
+    own = tokenizer(*_PIXTRAL_TOKENS)
+    config = T.Mistral3Config(
+        vision_config=T.PixtralVisionConfig(**EYE),
+        text_config=T.Ministral3Config(vocab_size=len(own), head_dim=8, **TEXT),
+        image_token_index=own.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    _save_pixtral(directory, T.Mistral3ForConditionalGeneration, config, own, spatial_merge_size=2)
+
+
+_PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+
+
+def _save_pixtral(directory: Path, kind: Any, config: Any, own: Any, *, spatial_merge_size: int) -> None:
+    own.chat_template = chatml("[IMG]")
+    pictures = T.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=14 * spatial_merge_size)
+    more = {"patch_size": 14, "spatial_merge_size": spatial_merge_size}
+    _save_parts(directory, kind, config, pictures, own, "PixtralProcessor", **more)
+
+
+def llama4(directory: Path) -> None:
+    """Llama 4: tiles between separators, and experts."""
+    own = tokenizer(
+        "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
+        "<|tile_y_separator|>",
+    )  # fmt: skip
+    own.chat_template = chatml("<|image|>")
+    eye = {
+        "image_size": 56,
+        "patch_size": 14,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = T.Llama4Config(
+        vision_config={
+            **eye, "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        text_config={
+            "vocab_size": len(own), "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2,
+            "pad_token_id": own.pad_token_id, "bos_token_id": None, "eos_token_id": own.eos_token_id, **TEXT,
+        },
+        boi_token_index=own.convert_tokens_to_ids("<|image_start|>"),
+        eoi_token_index=own.convert_tokens_to_ids("<|image_end|>"),
+        image_token_index=own.convert_tokens_to_ids("<|patch|>"),
+    )  # fmt: skip
+    settings = {
+        "image_processor_type": "Llama4ImageProcessor", "size": {"height": 56, "width": 56}, "max_patches": 4,
+    }  # fmt: skip
+    model = T.Llama4ForConditionalGeneration
+    _save_parts(directory, model, config, settings, own, "Llama4Processor", patch_size=14)
+
+
 def _qwen(directory: Path, kind: Any, config: Any, processor: str, **eye: Any) -> None:
     own = tokenizer()
     ids = {name: own.convert_tokens_to_ids(f"<|{token}|>") for name, token in _QWEN_TOKENS.items()}
@@ -167,23 +333,58 @@ def qwen3_vl(directory: Path) -> None:
     _qwen(directory, T.Qwen3VLForConditionalGeneration, T.Qwen3VLConfig, "Qwen3VLProcessor", **more)
 
 
-def processor_of(directory: Path) -> Any:
-    """The processor of a family; of Qwen's without that of videos, which needs torchvision."""
-    if (directory / "processor_config.json").is_file():
-        return T.AutoProcessor.from_pretrained(directory)
-    kind: Any = getattr(
-        T, json.loads((directory / "preprocessor_config.json").read_text())["processor_class"]
-    )
-    own = T.AutoTokenizer.from_pretrained(directory)
-    pictures = T.Qwen2VLImageProcessorPil.from_pretrained(directory)
+def qwen3_5(directory: Path) -> None:
+    """Qwen3.5: Qwen3-VL's processor, and layers with a state."""
+    own = tokenizer()
+    ids = {name: own.convert_tokens_to_ids(f"<|{token}|>") for name, token in _QWEN_TOKENS.items()}
+    rope = {
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0,
+        "mrope_interleaved": True,
+    }  # fmt: skip
+    linear = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    text = {
+        "vocab_size": len(own), "rope_parameters": rope, "head_dim": 8, **linear, **TEXT,
+        "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    eye = {**QWEN_EYE, "patch_size": 16, "num_position_embeddings": 64}
+    config = T.Qwen3_5Config(text_config=text, vision_config=eye, **ids)
+    pictures = T.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=84 * 84, patch_size=16)
+    own.chat_template = chatml("<|vision_start|><|image_pad|><|vision_end|>")
+    _save_parts(directory, T.Qwen3_5ForConditionalGeneration, config, pictures, own, "Qwen3VLProcessor")
 
-    class WithoutVideo(kind):
+
+def processor_of(directory: Path) -> Any:
+    """The processor of a family; without torchvision that of pictures alone."""
+    files = [directory / name for name in ("processor_config.json", "preprocessor_config.json")]
+    read = [json.loads(file.read_text()) for file in files if file.is_file()]
+    settings = {key: value for part in read[:1] for key, value in part.items()}
+    if find_spec("torchvision") or "image_processor" in settings:
+        return T.AutoProcessor.from_pretrained(directory)
+    named: str = next(part["processor_class"] for part in read if "processor_class" in part)
+    kind: Any = getattr(T, named)
+    parts = {
+        "image_processor": T.AutoImageProcessor.from_pretrained(directory),
+        "tokenizer": T.AutoTokenizer.from_pretrained(directory),
+        "video_processor": None,
+    } | ({"feature_extractor": None} if named == "Gemma4Processor" else {})
+    more = (
+        {}
+        if "image_processor_type" in settings
+        else {k: v for k, v in settings.items() if k != "processor_class"}
+    )
+
+    class PicturesOnly(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return (
                 None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
             )
 
-    return WithoutVideo(pictures, own, None, chat_template=own.chat_template)
+    return PicturesOnly(**parts, **more, chat_template=parts["tokenizer"].chat_template)
 
 
 FAMILIES: dict[str, Callable[[Path], None]] = {
@@ -192,7 +393,37 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "gemma3": gemma3,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
+    "internvl": internvl,
+    "gemma4": gemma4,
+    "qwen3_5": qwen3_5,
 }
+NEED_TORCHVISION: dict[str, Callable[[Path], None]] = {
+    "pixtral": pixtral,
+    "mistral3": mistral3,
+    "llama4": llama4,
+}
+"""Families whose processors need torchvision also for pictures."""
+if find_spec("torchvision"):
+    FAMILIES |= NEED_TORCHVISION
+
+
+def _save_parts(
+    directory: Path, kind: Any, config: Any, pictures: Any, own: Any, processor: str, **settings: Any
+) -> None:
+    """Saves a model with a processor that also reads videos, for which torchvision is needed."""
+    torch.manual_seed(0)
+    model = kind(config)
+    _enlarge(model)
+    model.save_pretrained(directory)
+    if isinstance(pictures, dict):
+        (directory / "preprocessor_config.json").write_text(json.dumps(pictures))
+    else:
+        pictures.save_pretrained(directory)
+    own.save_pretrained(directory)
+    body = {"processor_class": processor, **settings}
+    (directory / "processor_config.json").write_text(json.dumps(body))
 
 
 def _save(directory: Path, kind: Any, config: Any, processor: Any) -> None:

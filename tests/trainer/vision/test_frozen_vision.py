@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.trainer.ranks.conftest import Done
-from tests.trainer.vision.conftest import Gallery
+from tests.trainer.vision.conftest import RATES, Gallery
 from tests.vision_models import FAMILIES
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.families.vision import vision_model
@@ -24,6 +24,8 @@ from unisono.trainer.model.multimodal import select_parts
 
 pytestmark = pytest.mark.processes  # pictures are decoded in them
 
+KEEPING = [family for family in FAMILIES if family != "llama4"]
+"""Llama 4's decoder gets its features by another name than those of others: they are not kept."""
 PARTS = (["language"], ["language", "projector"])
 _THREE_EPOCHS: dict[str, Any] = {
     "duration": "18 steps",
@@ -61,7 +63,7 @@ def _vision(directory: Path, parts: Sequence[str], **settings: float) -> FrozenV
     return FrozenVision.of(base, PictureProcessor(directory).inputs(drawn()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KEEPING)
 @pytest.mark.parametrize("parts", PARTS, ids="+".join)
 def test_from_the_second_epoch_the_vision_part_is_not_run_and_no_bit_changes(
     gallery: Gallery, family: str, parts: list[str], monkeypatch: pytest.MonkeyPatch
@@ -80,7 +82,8 @@ def test_from_the_second_epoch_the_vision_part_is_not_run_and_no_bit_changes(
     assert once == plan.data.pictures.number  # type: ignore[union-attr]
     assert counts.times - once - 2 > 2 * once
     assert _same(kept, again)
-    assert kept.losses == pytest.approx(plain.losses, abs=1e-6)
+    # Pictures one by one round otherwise than together, which some families enlarge (see RATES).
+    assert kept.losses == pytest.approx(plain.losses, abs=1e-5 if family in RATES else 1e-6)
 
 
 def test_bfloat16_with_recomputed_activations_and_evaluation_changes_no_bit(
@@ -105,7 +108,7 @@ def test_bfloat16_with_recomputed_activations_and_evaluation_changes_no_bit(
     assert any("eval_loss" in line for line in kept.figures)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KEEPING)
 def test_a_run_resumed_in_a_later_epoch_is_the_uninterrupted_one(gallery: Gallery, family: str) -> None:
     whole = gallery.alone(gallery.plan(family, **_THREE_EPOCHS))
     stopped = whole.directory / "checkpoints" / "step-00000009"
@@ -133,7 +136,7 @@ def test_two_ranks_give_the_losses_of_one_over_epochs(gallery: Gallery, parts: l
         assert two.losses == pytest.approx(one.losses, abs=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KEEPING)
 def test_features_are_never_kept_where_the_vision_part_changes(gallery: Gallery, family: str) -> None:
     directory = gallery.model(family)
 
@@ -142,7 +145,7 @@ def test_features_are_never_kept_where_the_vision_part_changes(gallery: Gallery,
     assert _vision(directory, ["language"], attention_dropout=0.1) is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KEEPING)
 def test_features_are_never_kept_where_the_vision_part_has_an_adapter(
     gallery: Gallery, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

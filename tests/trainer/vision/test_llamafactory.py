@@ -26,7 +26,7 @@ from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.readers.llamafactory.reader import read_llamafactory
 from unisono.trainer.task.generation import ids_with_pictures
 from unisono.trainer.task.inference import open_requested
-from unisono.trainer.task.prompt_pictures import marked, see_file, sources_of
+from unisono.trainer.task.prompt_pictures import expansions_of, marked, see_file, sources_of
 
 pytestmark = [pytest.mark.processes]
 QUESTION, ANSWER = "what is this?", "a red square"
@@ -101,7 +101,7 @@ def test_a_trained_model_is_question_ids_as_its_rows_ask(gallery: Gallery, rows:
     (source,) = sources_of([str(rows.with_name("a.png"))], where="--image")
     seen = see_file(source, opened.processor, opened.pixels, where="--image")
     messages: list[Any] = [{"role": "user", "content": marked(QUESTION, 1)}]
-    question_ids = ids_with_pictures(opened, opened.chat_template()[0], messages, [seen.expansion])
+    question_ids = ids_with_pictures(opened, opened.chat_template()[0], messages, expansions_of([seen]))
     trained = TokenTable.open(Path(plan.data.cache_dir), "train").row(0)[0].tolist()
     assert question_ids == trained[: len(question_ids)]
     assert len(trained) - len(question_ids) < 12  # the answer

@@ -24,6 +24,8 @@ from unisono.trainer.plan import RunPlan, SequenceStream
 pytestmark = pytest.mark.processes  # pictures are decoded in them
 
 Row = dict[str, Any]
+_ATTENTION = "[qkvo]_proj"
+_LAYERS = _ATTENTION + r"|(gate|up|down)_proj|in_proj_\w+|out_proj|per_layer_(input_gate|(model_)?projection)"
 
 
 def _parts(content: str) -> list[dict[str, str]]:
@@ -75,7 +77,9 @@ def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu") -> list[float]:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     collate = Collator(processor_of(directory), file.parent)
     base = AutoModelForImageTextToText.from_pretrained(directory, dtype=getattr(torch, plan.dtype))
-    targets = r".*(language_model|text_model).*(q|k|v|o|gate|up|down)_proj"
+    assert plan.config.adapter is not None
+    layers = _ATTENTION if plan.config.adapter.targets == "attention" else _LAYERS
+    targets = rf".*(language_model|text_model).*\.({layers})"
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     model = peft.get_peft_model(base, adapter).to(device).train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -98,7 +102,9 @@ def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu") -> list[float]:
         losses.append(0.0)
         for batch in batches:
             labels = batch.pop("labels").to(device)
-            inputs = {name: value.to(device) for name, value in batch.items()}
+            inputs = {
+                n: value.to(device, base.dtype if n == "pixel_values" else None) for n, value in batch.items()
+            }
             with torch.autocast(device, torch.bfloat16, enabled=plan.dtype == "bfloat16"):
                 logits = model(**inputs).logits[:, :-1].float().flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / total

@@ -57,7 +57,9 @@ def _inputs(directory: Path, picture: Any) -> Any:
     processor = processor_of(directory)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return processor(text=[text], images=[picture], return_tensors="pt")
+    inputs = processor(text=[text], images=[picture], return_tensors="pt")
+    inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4's are in bfloat16
+    return inputs
 
 
 def _logits(model: Any, inputs: Any) -> torch.Tensor:

@@ -24,7 +24,7 @@ from unisono.trainer.training.optim import build_optimizers, rates_of
 pytestmark = pytest.mark.processes  # pictures are decoded in them
 
 PARTS = [["language"], ["projector"], ["vision"], ["language", "projector", "vision"]]
-_OF_PROJECTOR = ("projector", "connector", "merger")
+_OF_PROJECTOR = ("projector", "connector", "merger", "embed_vision", "image_newline")
 
 
 def _part(name: str) -> str:

@@ -192,6 +192,9 @@ def _gguf_lines(result: "GgufExported") -> list[str]:
         lines.append(f"  llama-cli -m BASE.gguf --lora {file}, where BASE.gguf is the model {result['base']}")
     else:
         lines.append(f"  llama-cli -m {file}; ollama create NAME -f {result['out']}/Modelfile")
+    vision = next((name for name in result["files"] if name.startswith("mmproj-")), None)
+    if vision is not None:
+        lines.append(f"  with pictures: llama-mtmd-cli -m {file} --mmproj {result['out']}/{vision}")
     if not result["has_template"]:
         lines.append("  the Modelfile has no TEMPLATE; llama.cpp takes the one inside the file (--jinja)")
     return lines

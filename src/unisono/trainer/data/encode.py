@@ -655,7 +655,7 @@ def _with_pictures(job: _EncodeJob, sources: Sequence[PictureSource], store: Pic
         )
     if not sources:
         return job
-    numbers = tuple(map(store.number, sources))
+    numbers = store.numbers(sources)
     pieces: list[str] = []
     moved, first = [(0, 0)], 0  # from a place on, so many characters more
     for at, number in zip(places, numbers, strict=True):

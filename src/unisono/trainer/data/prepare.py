@@ -48,7 +48,7 @@ from unisono.trainer.data.pictures.processor import PictureProcessor, processor_
 from unisono.trainer.data.pictures.row_pictures import row_hosts
 from unisono.trainer.data.pictures.store import PictureStore, changed_picture, read_pictures
 from unisono.trainer.data.sources import RowSource, find_sources
-from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 from unisono.trainer.data.tokenizer import RunTokenizer, digest_file, tokenizer_files
 from unisono.trainer.plan.run_plan import DataSummary, PictureSummary, SplitSummary, steps_for_tokens
 
@@ -531,12 +531,17 @@ def _picture_summary(directory: Path) -> PictureSummary | None:
     pictures = read_pictures(directory)
     if not pictures:
         return None
-    tokens = sorted(picture.tokens for picture in pictures)
+    table, of_rows = TokenTable.open(directory, "train"), read_picture_numbers(directory)
+    of_table = [of_rows[stored] for stored in table.columns["stored"].tolist()]
+    counts = sorted(sum(pictures[n].tokens for n in numbers) for numbers in of_table if numbers) or [0]
+    values = [sum(pictures[n].values for n in numbers) for numbers in of_table]
     return PictureSummary(
         number=len(pictures),
-        median_tokens=tokens[len(tokens) // 2],
-        p99_tokens=tokens[min(len(tokens) - 1, int(0.99 * len(tokens)))],
-        most_tokens=tokens[-1],
+        median_tokens=counts[len(counts) // 2],
+        p99_tokens=counts[min(len(counts) - 1, int(0.99 * len(counts)))],
+        most_tokens=counts[-1],
+        largest_values=max(picture.values for picture in pictures),
+        most_values=max(sum(values[row] for row in table.rows_of(s)) for s in range(table.sequences)),
     )
 
 

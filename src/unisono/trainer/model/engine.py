@@ -469,7 +469,7 @@ class _Batch:
     def _first_inputs(self, base: Any, takes: Any) -> dict[str, torch.Tensor]:
         """The pictures of the prompt, and positions as the model counts them."""
         assert self.pictures is not None
-        inputs = self.pictures.arguments(self.unread, takes)
+        inputs = self.pictures.arguments(self.unread, base)
         self.pictures = None
         if "position_ids" in takes:
             # Of transformers 5: models whose pictures have positions of their own override it.

@@ -16,9 +16,10 @@ padded rows, by the same test.
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -48,7 +49,7 @@ from unisono.trainer.model.decoder import (
     speed_up_layers,
 )
 from unisono.trainer.model.directory import SCORE
-from unisono.trainer.model.frozen_vision import FrozenVision, KeptPictures
+from unisono.trainer.model.frozen_vision import FrozenVision, KeptPictures, in_dtype_of
 from unisono.trainer.model.layers import (
     head_log_probs,
     head_loss,
@@ -65,6 +66,7 @@ from unisono.trainer.model.parts import parts_of
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 from unisono.trainer.model.routers import Routers, find_routers
 from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_layers, unpad_rows
+from unisono.trainer.plan.families import ROW_COUNTS
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
@@ -109,17 +111,20 @@ class PictureInputs:
         assert made is not None
         return made
 
-    def arguments(self, ids: torch.Tensor, names: Collection[str]) -> dict[str, Any]:
+    def arguments(self, ids: torch.Tensor, module: Any) -> dict[str, Any]:
         """The arguments for rows of tokens (…, T).
 
         Args:
             ids: the tokens.
-            names: of the arguments that the model has; it may need the kind of each token.
+            module: that gets them; it may need the kind of each token.
         """
+        names = inspect.signature(module.forward).parameters
         kinds = torch.isin(ids, torch.tensor(self.image_ids, device=ids.device)).long()
         kinds_names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in names]
-        tensors = self.tensors if self.kept is None else self.kept.arguments()
-        return {**tensors, **dict.fromkeys(kinds_names, kinds)}
+        tensors = dict(self.tensors if self.kept is None else self.kept.arguments())
+        if ROW_COUNTS in tensors:
+            tensors[ROW_COUNTS] = _counts_of_rows(tensors[ROW_COUNTS])
+        return {**in_dtype_of(module, tensors), **dict.fromkeys(kinds_names, kinds)}
 
 
 @dataclass(frozen=True)
@@ -407,7 +412,10 @@ class Forward:
         the vision part.
         """
         pictures = self._pictures_of(rows)
-        return self._body if pictures is None else _seeing(self._seer, pictures)
+        if pictures is None:
+            return self._body
+        base = self.loaded.base
+        return _states_of(base, pictures) if self._seer is base else _seeing(self._seer, pictures)
 
     def _pictures_of(self, rows: Rows) -> PictureInputs | None:
         """The pictures of rows; in full if features of them are kept of a different model."""
@@ -790,12 +798,38 @@ def _behind_each_other(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(padded)
 
 
+def _counts_of_rows(counts: torch.Tensor) -> torch.Tensor:
+    """The numbers of pictures of rows from a value for each picture, which is 1 for the only one of
+    a row. Adjacent rows with several count as one, which is the same to models.
+    """
+    rows: list[int] = []
+    for alone, run in groupby((counts == 1).tolist()):
+        number = len(list(run))
+        rows += [1] * number if alone else [max(number, 2)]
+    return counts.new_tensor(rows)
+
+
 def _seeing(module: Any, pictures: PictureInputs) -> Callable[..., Any]:
     """The forward of a module with pictures beside the tokens."""
-    names = inspect.signature(module.forward).parameters
 
     def forward(*, input_ids: torch.Tensor, **inputs: Any) -> Any:
-        return module(input_ids=input_ids, **inputs, **pictures.arguments(input_ids, names))
+        return module(input_ids=input_ids, **inputs, **pictures.arguments(input_ids, module))
+
+    return forward
+
+
+def _states_of(base: Any, pictures: PictureInputs) -> Callable[..., Any]:
+    """What the decoder of a model gives, for one whose vision part is beside its head."""
+    body, whole = body_of(base), _seeing(base, pictures)
+
+    def forward(**inputs: Any) -> Any:
+        outputs: list[Any] = []
+        hook = body.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+        try:
+            whole(**inputs, logits_to_keep=1)
+        finally:
+            hook.remove()
+        return outputs[0]
 
     return forward
 

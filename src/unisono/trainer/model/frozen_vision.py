@@ -151,7 +151,9 @@ class FrozenVision:
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
             return False
         pairs = [(tree_leaves(value), tree_leaves(again[name])) for name, value in direct.items()]
-        return all(len(one) == len(two) and all(map(torch.equal, one, two)) for one, two in pairs)
+        return bool(pairs) and all(
+            len(one) == len(two) and all(map(torch.equal, one, two)) for one, two in pairs
+        )
 
     def _computed(self, tensors: Tensors) -> PictureFeatures:
         others = {name: value.cpu() for name, value in tensors.items() if not name.startswith(_PIXELS)}
@@ -249,7 +251,7 @@ class KeptPictures:
 def _seen(module: Any, tensors: Tensors) -> Any:
     """What the vision part of a model gives for one picture."""
     names = inspect.signature(module.get_image_features).parameters
-    given = {name: value for name, value in tensors.items() if name in names}
+    given = in_dtype_of(module, {name: value for name, value in tensors.items() if name in names})
     return module.get_image_features(**given, return_dict=True)
 
 
@@ -274,6 +276,16 @@ def reached_by_pictures(
                              if isinstance(one, torch.Tensor)]).sum()  # fmt: skip
         gradients = torch.autograd.grad(total, [trained[name] for name in names], allow_unused=True)
     return tuple(name for name, gradient in zip(names, gradients, strict=True) if gradient is not None)
+
+
+def in_dtype_of(module: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a model with pixels in its dtype, to which some models do not convert
+    them.
+    """
+    return {
+        name: value.to(module.dtype) if name.startswith(_PIXELS) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
 
 
 def _frozen_modules(module: Any, others: set[torch.nn.Module]) -> dict[str, torch.nn.Module]:

@@ -6,7 +6,6 @@ Letters: B rows of a batch, L tokens so far, V vocabulary.
 
 import contextlib
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -138,7 +137,7 @@ def _picture_arguments(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     tensors = [one.tensors for one in pictures]
     seen = PictureInputs.of(tensors, pictures[0].image_ids if pictures else (), ids.device)
-    return {} if seen is None else seen.arguments(ids, inspect.signature(base.forward).parameters)
+    return {} if seen is None else seen.arguments(ids, base)
 
 
 def _run(

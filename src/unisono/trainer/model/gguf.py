@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from unisono.base.errors import IntegrityError, ModelError
 from unisono.base.text import one_line
 from unisono.trainer.model.gguf_limits import GEMMAS, Rope, find_difference, longest_context
+from unisono.trainer.model.multimodal import text_prefixes
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -44,6 +45,14 @@ DTYPES = {
 }
 """What is written without llama.cpp's own tool: the type of matrices; vectors are always
 float32.
+"""
+_FIXED_TYPES = {
+    "v.patch_embd.weight": GgmlType.F32,
+    "v.position_embd.weight": GgmlType.F32,
+    "mm.input_projection.weight": GgmlType.F16,
+}
+"""Of tensors of a vision part, which llama.cpp's converter writes in these whatever the others
+are.
 """
 _INTERLEAVED = ("llama", "mistral")
 """Models whose rotary dimensions llama.cpp expects in pairs, where transformers has two halves."""
@@ -218,7 +227,10 @@ class GgufLayout:
             ModelError: if llama.cpp has no name for one.
         """
         tied = base.get_input_embeddings().weight is getattr(base.get_output_embeddings(), "weight", None)
+        inside = text_prefixes(base)
         for name, tensor in base.state_dict().items():
+            if not name.startswith(inside):  # of a vision part
+                continue
             if name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
                 continue
             yield self.name(name), self._laid_out(name, tensor.detach().float())
@@ -292,7 +304,7 @@ def write_gguf(
     for key, kind, value in settings:
         getattr(writer, f"add_{kind}")(key, value)
     for name, shape in shapes:
-        kept = _type_of(shape, dtype)
+        kept = _type_of(name, shape, dtype)
         bytes_each = 4 if kept == GgmlType.F32 else 2
         size = math.prod(shape) * bytes_each
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kept)
@@ -304,7 +316,9 @@ def write_gguf(
     writer.close()
 
 
-def _type_of(shape: tuple[int, ...], dtype: str) -> GgmlType:
+def _type_of(name: str, shape: tuple[int, ...], dtype: str) -> GgmlType:
+    if name in _FIXED_TYPES and dtype != "f32":
+        return _FIXED_TYPES[name]
     return DTYPES[dtype][0] if len(shape) > 1 else GgmlType.F32
 
 
@@ -314,7 +328,7 @@ def _stored(name: str, tensor: torch.Tensor, dtype: str) -> "np.ndarray[Any, Any
     Raises:
         ModelError: if one is out of the range of the type.
     """
-    kept = _type_of(tuple(tensor.shape), dtype)
+    kept = _type_of(name, tuple(tensor.shape), dtype)
     values = tensor.cpu().contiguous().numpy()
     if kept == GgmlType.F16:
         if float(np.abs(values).max(initial=0.0)) > float(np.finfo(np.float16).max):

@@ -6,6 +6,7 @@ files of the processor, from the original directory.
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from unisono.trainer.model.files import (
     read_safetensors_header,
     weight_files,
 )
+from unisono.trainer.plan import VisionFacts
 
 
 def auto_class(settings: ConfigJson, *, reward: bool) -> Any:
@@ -61,9 +63,12 @@ def freeze_parts(base: Any) -> None:
 
 
 _PROJECTOR = re.compile(
-    r"(^|\.)(multi_modal_projector|mm_projector|connector|merger|deepstack_merger_list|aligner|embed_vision)(\.|$)"
+    r"(^|\.)(multi_modal_projector|mm_projector|connector|merger|deepstack_merger_list|aligner|embed_vision|image_newline)"
+    r"(\.|$)"
 )
-"""In the names of what lies between the vision part and the decoder."""
+"""In the names of what lies between the vision part and the decoder. LLaVA's `image_newline` is a
+parameter without a module, which peft cannot train whole beside an adapter.
+"""
 _PEFT = "base_model.model."
 
 
@@ -144,12 +149,42 @@ def count_trained(model: Any, base: Any) -> dict[str, list[int]]:
     return counts if "vision" in counts else {}
 
 
+def vision_facts(base: Any) -> VisionFacts:
+    """The figures of a model's vision part, also on the meta device."""
+    inside, counts = text_prefixes(base), Counter[str]()
+    for name, parameter in base.named_parameters():
+        counts[part_of(name, inside)] += parameter.numel()
+    layers = (base.get_submodule(name) for name in vision_layers(base))
+    settings = getattr(base.config, "vision_config", None)
+
+    def setting(*names: str, missing: float = 1) -> Any:
+        values = (getattr(settings, name, None) for name in names)
+        return next((value for value in values if value is not None), missing)
+
+    hidden = setting("embed_dim", "hidden_size")
+    patch = setting("patch_size")
+    height, width = patch if isinstance(patch, list | tuple) else (patch, patch)
+    return VisionFacts(
+        layers=setting("num_hidden_layers", "depth"),
+        hidden_size=hidden,
+        intermediate_size=setting("intermediate_size", missing=int(hidden * setting("mlp_ratio", missing=4))),
+        patch_values=setting("num_channels", "in_channels", missing=3)
+        * height
+        * width
+        * setting("temporal_patch_size"),
+        parameters=counts["vision"],
+        in_out=sum(layer.in_features + layer.out_features for layer in layers),
+        projector_parameters=counts["projector"],
+    )
+
+
 def with_vision(base: Any) -> Any:
     """The module of a multimodal model that gives the hidden states of tokens and pictures: the one
-    around its decoder and its vision part.
+    around its decoder and its vision part; the model itself if there is none inside.
     """
     body = body_of(base)
-    return next(child for child in base.children() if body in set(child.modules()))
+    around = (child for child in base.children() if body in set(child.modules()))
+    return next((child for child in around if hasattr(child, "get_image_features")), base)
 
 
 def release_parts(base: Any) -> None:

@@ -297,7 +297,7 @@ def weights_in_files(headers: Sequence[TensorHeader]) -> tuple[list[Weight], dic
     weights: list[Weight] = []
     counts: Counter[str] = Counter()
     for header in headers:
-        layer, leaf = header.name.rsplit(".", 1)
+        layer, _, leaf = header.name.rpartition(".")
         part = "attention" if ".self_attn." in layer else "mlp" if ".mlp." in layer else "other"
         if not layer.endswith("_proj"):
             last = layer.rpartition(".")[2]

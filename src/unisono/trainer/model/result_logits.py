@@ -4,7 +4,6 @@ are loaded again.
 Letters: L tokens of a row, K last of them whose logits are kept, V vocabulary.
 """
 
-import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,6 +124,6 @@ def _last_logits(model: Any, row: list[int], pictures: PictureInputs | None) -> 
         if pictures is not None:
             here = PictureInputs.of([pictures.tensors], pictures.image_ids, base.device)
             assert here is not None
-            more = here.arguments(ids, inspect.signature(base.forward).parameters)
+            more = here.arguments(ids, base)
         values = model(input_ids=ids, use_cache=False, **more).logits
     return values[0, -KEPT:].float().cpu()

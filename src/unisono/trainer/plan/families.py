@@ -244,11 +244,15 @@ class _Vision(_Text):
         if pictures is None:
             return super().size(data)
         return (
-            f"{super().size(data)} · {show_count(pictures.number)} pictures of {pictures.median_tokens:,} tokens"
-            f" (median; 99 %: {pictures.p99_tokens:,}, most: {pictures.most_tokens:,})"
+            f"{super().size(data)} · {show_count(pictures.number)} pictures: rows have {pictures.median_tokens:,}"
+            f" tokens of them (median; 99 %: {pictures.p99_tokens:,}, most: {pictures.most_tokens:,})"
         )
 
 
+ROW_COUNTS = "batch_num_images"
+"""The tensor of a model that is told which pictures are of one row; here one value for each
+picture: 1 if it is the only one.
+"""
 TEXT, PICTURES, VISION = _Text(), _Pictures(), _Vision()
 _OTHERS: tuple[FamilyFacts, ...] = (PICTURES,)
 """All families but TEXT."""

@@ -1,10 +1,11 @@
 """The estimate of a rank's memory: a table of terms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from unisono.trainer.config.schema import ModelPart
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.run_plan import MemoryEstimate, ModelFacts
 
@@ -43,6 +44,9 @@ def estimate_memory(
     router_loss: bool = False,
     reward_models: int = 0,
     keeps_start: bool = False,
+    train_parts: Sequence[ModelPart] = ("language",),
+    pixel_values: int = 0,
+    largest_picture: int = 0,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -66,6 +70,10 @@ def estimate_memory(
       without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
       adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 ×
       hidden + 2 × intermediate for gradients of the layer whose backward runs.
+    - vision part: pixels in float32. If it is not trained, it computes one picture after the other,
+      without gradients: 6 × hidden + 2 × intermediate values of `dtype` for each patch of the
+      largest picture. If it is trained, for each patch of a micro batch what a layer of the decoder
+      keeps for a token.
     - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
       tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
     - of an image model a token is a position of the latents, and activations are those of its UNet
@@ -96,6 +104,9 @@ def estimate_memory(
         router_loss: whether there are losses of routers.
         reward_models: bytes of those that compute beside the rank.
         keeps_start: whether there is a copy of the starting weights, which is never sharded.
+        train_parts: the parts of a vision-language model that are trained.
+        pixel_values: values of the pixels of all pictures in one forward.
+        largest_picture: those of the largest picture.
     """
     rank = _EstimatedRank(
         model=model,
@@ -113,6 +124,9 @@ def estimate_memory(
         router_loss=router_loss,
         reward_models=reward_models,
         keeps_start=keeps_start,
+        train_parts=frozenset(train_parts),
+        pixel_values=pixel_values,
+        largest_picture=largest_picture,
     )
     parts = dict.fromkeys(
         ("weights", "trainable", "activations", "loss_head", "dequantized", "other_models"), 0
@@ -144,6 +158,9 @@ class _EstimatedRank:
     router_loss: bool
     reward_models: int
     keeps_start: bool
+    train_parts: frozenset[ModelPart]
+    pixel_values: int
+    largest_picture: int
 
     @property
     def size(self) -> int:
@@ -189,12 +206,53 @@ class _EstimatedRank:
 
     @property
     def trained(self) -> int:
-        """Trained values: an adapter's r × (in + out) over the matrices, or all."""
-        return (
-            self.model.parameters + (self.model.other_parameters if self.model.reads_pictures else 0)
-            if self.adapter_rank is None
-            else self.adapter_rank * (sum(self.model.adapted_in_out.values()) or self.model.linear_in_out)
-        )
+        """Trained values: an adapter's r × (in + out) over the matrices, or all; of a projector
+        always all.
+        """
+        model, rank, vision = self.model, self.adapter_rank, self.model.vision
+        in_out = sum(model.adapted_in_out.values()) or model.linear_in_out
+        trained = model.parameters if rank is None else rank * in_out
+        if vision is None:
+            return trained
+        of_parts = {
+            "language": trained,
+            "vision": vision.parameters if rank is None else rank * vision.in_out,
+            "projector": vision.projector_parameters,
+        }
+        return sum(of_parts[part] for part in self.train_parts)
+
+    @property
+    def sees(self) -> bool:
+        """Whether a vision part reads pictures."""
+        return self.model.vision is not None
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether its values are kept for the backward."""
+        return self.sees and "vision" in self.train_parts
+
+    def patches(self, values: int) -> int:
+        """The number of patches with so many values of pixels."""
+        return values // self.model.vision.patch_values if self.model.vision is not None else 0
+
+    @property
+    def of_largest_picture(self) -> int:
+        """Bytes of what a layer of the vision part computes of the largest picture."""
+        vision = self.model.vision
+        wide = 6 * vision.hidden_size + 2 * vision.intermediate_size if vision is not None else 0
+        return self.patches(self.largest_picture) * self.size * wide
+
+    @property
+    def of_vision_layers(self) -> int:
+        """Bytes that the layers of a trained vision part keep."""
+        vision = self.model.vision
+        if vision is None:
+            return 0
+        wide = (16 if self.has_wide_inputs else 10) * vision.hidden_size + 4 * vision.intermediate_size
+        layers = vision.layers
+        if self.gradient_checkpointing:
+            wide, layers = wide + layers * vision.hidden_size * (1 + self.is_mixed), 1
+        return self.patches(self.pixel_values) * self.size * layers * wide
 
     @property
     def has_wide_inputs(self) -> bool:
@@ -251,16 +309,17 @@ class _EstimatedRank:
         """Bytes of all frozen weights, of which fully trained ones in float32 are their own master
         copy.
         """
+        vision = self.model.other_parameters if self.model.reads_pictures else 0
         if self.is_full and self.dtype == "float32":
-            return 0
+            return (self.model.parameters + vision - self.trained) * self.size
         saved = 0
         if self.model.quantized:
             in_matrices = self.model.linear_parameters * (self.size - self.matrix_bytes)
             saved = int(in_matrices + self.outside * (self.size - self.outside_bytes))
-        return self.model.parameters * self.size + self.vision - saved
+        return self.model.parameters * self.size + self.vision_weights - saved
 
     @property
-    def vision(self) -> int:
+    def vision_weights(self) -> int:
         """Bytes of the parts that read pictures, which are whole during a step."""
         return self.model.other_parameters * self.size if self.model.reads_pictures else 0
 
@@ -292,7 +351,7 @@ class _EstimatedRank:
         divided = self.weights - self.scales
         if self.is_full:
             return divided
-        return max(0, divided - self.undivided - self.vision - int(self.outside * self.outside_bytes))
+        return max(0, divided - self.undivided - self.vision_weights - int(self.outside * self.outside_bytes))
 
     @property
     def whole_layers(self) -> int:
@@ -323,7 +382,7 @@ _TERMS = (
     _Term("weights", "rank_share", lambda r: r.divided // r.shards, lambda r: r.is_sharded),
     _Term("weights", "scales", lambda r: r.scales, lambda r: r.is_sharded),
     _Term("weights", "whole_layers", lambda r: r.whole_layers, lambda r: r.is_sharded),
-    _Term("weights", "vision_part", lambda r: r.vision, lambda r: r.is_sharded),
+    _Term("weights", "vision_part", lambda r: r.vision_weights, lambda r: r.is_sharded),
     _Term("weights", "embedding_and_head", lambda r: int(r.outside * r.outside_bytes),
           lambda r: r.is_sharded),
     _Term("trainable", "values_gradients_optimizer",
@@ -352,6 +411,10 @@ _TERMS = (
     _Term("activations", "router_losses",
           lambda r: r.micro_tokens * (r.model.parts.get("router", 0) // r.model.hidden_size) * (r.size + 8),
           lambda r: r.router_loss),
+    _Term("activations", "pixels", lambda r: r.pixel_values * 4, lambda r: r.sees),
+    _Term("activations", "vision_layers", lambda r: r.of_vision_layers, lambda r: r.trains_vision),
+    _Term("activations", "vision_forward", lambda r: r.of_largest_picture,
+          lambda r: r.sees and not r.trains_vision),
     _Term("activations", "other_blocks", lambda r: r.other_activations * r.size),
     _Term("loss_head", "hidden_values", lambda r: r.of_tokens * r.model.hidden_size * 2),
     _Term("loss_head", "logits_on_gpu",

@@ -420,7 +420,7 @@ def _micro_choices(given: PlanInputs) -> list[int]:
 
 
 def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointing: bool) -> MemoryEstimate:
-    config, train = given.config, given.data.train
+    config, train, pictures = given.config, given.data.train, given.data.pictures
     share = -(-config.batch.global_ // given.world_size)
     kind = given.device.kind
     return estimate_memory(
@@ -441,6 +441,9 @@ def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointin
         router_loss=config.optim.router_loss is not None,
         keeps_start=config.grpo.beta > 0 and needs_start(config.adapter),
         reward_models=sum(model.memory_bytes for model in given.reward_models if model.device == kind),
+        train_parts=config.train_parts,
+        pixel_values=min(micro, share) * (pictures.most_values if pictures else 0),
+        largest_picture=pictures.largest_values if pictures else 0,
     )
 
 

@@ -20,6 +20,21 @@ from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.plan.mesh import Mesh, Strategy
 
 
+class VisionFacts(PlanPart):
+    """The vision part of a model whose rows have pictures, with its projector."""
+
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    patch_values: int
+    """Values of the pixels of a patch."""
+    parameters: int
+    """Without the projector."""
+    in_out: int
+    """Sum of in_features + out_features over its linear layers, which an adapter adapts."""
+    projector_parameters: int
+
+
 class ModelFacts(PlanPart):
     """Facts from a model's files, read without torch."""
 
@@ -85,6 +100,8 @@ class ModelFacts(PlanPart):
     """Names of layers that words of `adapter.targets` omit, with the reason of peft."""
     reads_pictures: bool = False
     """Whether the rows have pictures, which its vision part reads."""
+    vision: VisionFacts | None = None
+    """None if the rows are text."""
 
 
 class SplitSummary(PlanPart):
@@ -105,9 +122,13 @@ class PictureSummary(PlanPart):
 
     number: int
     median_tokens: int
-    """Tokens that stand for a picture in a row."""
+    """Tokens of pictures in a row that has some."""
     p99_tokens: int
     most_tokens: int
+    largest_values: int = 0
+    """Values of the pixels of the largest picture, as the model gets them."""
+    most_values: int = 0
+    """Those of all pictures of the training sequence that has most."""
 
 
 class DataSummary(PlanPart):

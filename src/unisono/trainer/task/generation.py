@@ -48,6 +48,7 @@ from unisono.trainer.task.inference import (
 from unisono.trainer.task.prompt_files import SHOWN, Prompt, read_prompts
 from unisono.trainer.task.prompt_pictures import (
     SeenPicture,
+    expansions_of,
     inputs_of,
     marked,
     see_file,
@@ -206,7 +207,7 @@ class PromptPictures(Sequence[PictureInputs | None]):
         Raises:
             UsageError: if a picture cannot be used.
         """
-        return [[one.expansion for one in self._see(prompt)] for prompt in self._prompts]
+        return [expansions_of(self._see(prompt)) for prompt in self._prompts]
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -422,8 +423,10 @@ class ModelChat:
             self._report.send(encode_news(RefusedTurn(why, problem.fix)))
             return
         self._attached.append(seen)
-        tokens = len(encode_prompt(self._opened.tokenizer, seen.expansion, special=False))
-        self._report.send(encode_news(Attached(seen.width, seen.height, tokens)))
+        text = expansions_of([*self._pictures, *self._attached])[-1]
+        tokens = len(encode_prompt(self._opened.tokenizer, text, special=False))
+        width, height = seen.image.size
+        self._report.send(encode_news(Attached(width, height, tokens)))
 
     def answer(self, text: str) -> None:
         """Answers a message, with the pictures that are attached; if it cannot be answered, it is
@@ -433,9 +436,7 @@ class ModelChat:
         pictures = [*self._pictures, *self._attached]
         self._interrupt.pressed = False
         try:
-            ids = ids_with_pictures(
-                self._opened, self._template, self._messages, [one.expansion for one in pictures]
-            )
+            ids = ids_with_pictures(self._opened, self._template, self._messages, expansions_of(pictures))
         except RowError as error:
             self._refuse(error.why, error.fix)
             return

@@ -17,8 +17,10 @@ from unisono.base.events import Reporter
 from unisono.base.text import one_line, show_bytes
 from unisono.guard.integrations.llama_cpp import is_installed
 from unisono.trainer.data import RowError
+from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.template import ChatTemplate, common_beginning
 from unisono.trainer.data.text_encoder import probe_tokenizer
+from unisono.trainer.model.directory import read_model_config
 from unisono.trainer.model.gguf import (
     DTYPES,
     TEXTS,
@@ -30,14 +32,27 @@ from unisono.trainer.model.gguf import (
     tokenizer_settings,
     write_gguf,
 )
+from unisono.trainer.model.gguf_vision import ARCHITECTURE, PROJECTORS, VisionLayout
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
 from unisono.trainer.plan.task_requests import GgufExported, GgufRequest
 from unisono.trainer.task.export import free_place, has_adapter, whole_directory
-from unisono.trainer.task.inference import load_target, merge_adapter, stops_of, stored_dtype, template_of
+from unisono.trainer.task.inference import (
+    load_target,
+    merge_adapter,
+    stops_of,
+    stored_dtype,
+    template_of,
+    trusts_code,
+)
 from unisono.trainer.task.llama_logits import read_in_llama_cpp
 from unisono.trainer.task.read_back import ReadBack
 from unisono.trainer.task.target import Target, requested_target, verify_target
 from unisono.trainer.training.weights import multimodal_original
+
+_CONVERT = (
+    "write a directory with `unisono export --merge`, and convert it with llama.cpp's"
+    " convert_hf_to_gguf.py --mmproj"
+)
 
 Named = tuple[str, torch.Tensor]
 
@@ -56,12 +71,11 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
     _refuse_others(target, alone=request.adapter)
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
-    loaded = load_target(target, dtype=stored_dtype(target.base), device=torch.device("cpu"))
+    sees = not request.adapter and _writes_vision(target, report)
+    loaded = load_target(
+        target, dtype=stored_dtype(target.base), device=torch.device("cpu"), keeps_parts=sees
+    )
     layout = GgufLayout.of(loaded.base.config)
-    if multimodal_original(target.base) is not None:
-        report.warning(
-            "text_only", "the GGUF file has the language model alone, without vision and audio parts"
-        )
     template = template_of(target, loaded.tokenizer)
     writes = _ExportedModel(
         target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)
@@ -78,6 +92,8 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
             )
             differs = 0.0
             file, dtype = writes.model(base, directory, request.quantize, report)
+            if sees:
+                writes.vision(base, directory, dtype, report)
             back = _read_back(base, directory / file, dtype, report) if request.read_back else None
             if dtype != request.quantize:
                 assert request.tool is not None
@@ -99,6 +115,34 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
         "read_back": back.to_json() if back is not None else None,
         "has_template": writes.go_template() is not None,
     }
+
+
+def _writes_vision(target: Target, report: Reporter) -> bool:
+    """Whether the vision part is written, too; says so if a multimodal model's is not.
+
+    Raises:
+        ModelError: if it was trained, and cannot be written.
+    """
+    if multimodal_original(target.base) is None:
+        return False
+    kind = str(read_model_config(target.base).get("model_type"))
+    if kind in PROJECTORS:
+        return True
+    plan = target.plan
+    trained = [] if plan is None or plan.model.vision is None else plan.config.train_parts
+    others = [part for part in trained if part != "language"]
+    if others:
+        raise ModelError.of(
+            f"the run trained the {others[0]} part, and that of {kind} cannot be written as GGUF here",
+            where="train_parts",
+            why=f"the model types whose vision part can be are {', '.join(PROJECTORS)}",
+            fix=_CONVERT,
+        )
+    report.warning(
+        "text_only",
+        f"the GGUF file has the language model alone, without vision and audio parts; for those {_CONVERT}",
+    )
+    return False
 
 
 def _refuse_others(target: Target, *, alone: bool) -> None:
@@ -144,6 +188,23 @@ class _ExportedModel:
         report.phase("verify", "reading it back, tensor by tensor")
         read_back(path, self.layout.tensors(base), dtype=kept)
         return path.name, kept
+
+    def vision(self, base: Any, directory: Path, dtype: str, report: Reporter) -> None:
+        """Writes the vision part beside the model, and reads it back."""
+        processor = PictureProcessor(self.target.base, trust_remote_code=trusts_code(self.target))
+        layout = VisionLayout.of(base.config, processor.processor.image_processor)
+        path = directory / f"mmproj-{dtype}.gguf"
+        settings = [*_identity("mmproj", self.name), ("file_type", "uint32", int(DTYPES[dtype][1]))]
+        write_gguf(
+            path,
+            [*_general(settings), *layout.settings()],
+            layout.tensors(base),
+            ((name, tuple(tensor.shape)) for name, tensor in layout.tensors(base)),
+            architecture=ARCHITECTURE,
+            dtype=dtype,
+        )
+        report.phase("verify", "reading the vision part back, tensor by tensor")
+        read_back(path, layout.tensors(base), dtype=dtype)
 
     def quantized(self, base: Any, path: Path, dtype: str, tool: str, report: Reporter) -> tuple[str, float]:
         """Replaces the file by one that llama-quantize makes; gives its name, and by how much a

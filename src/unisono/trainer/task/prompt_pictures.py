@@ -26,17 +26,15 @@ class SeenPicture:
 
     Attributes:
         name: for messages.
-        width: pixels, upright, within the bounds of the run.
-        height: likewise.
-        expansion: the text that takes its place in a prompt.
-        tensors: as of `PictureProcessor.inputs`.
+        image: of Pillow, upright, in RGB, within the bounds of the run.
+        processor: of the model.
+        tensors: as of `PictureProcessor.inputs`, by whether the prompt has several pictures.
     """
 
     name: str
-    width: int
-    height: int
-    expansion: str
-    tensors: dict[str, torch.Tensor]
+    image: Any
+    processor: PictureProcessor
+    tensors: dict[bool, dict[str, torch.Tensor]]
 
     @classmethod
     def of(cls, source: PictureSource, processor: PictureProcessor, pixels: PixelsSection) -> "SeenPicture":
@@ -47,8 +45,20 @@ class SeenPicture:
             RowError: if the processor refuses it.
         """
         image = read_picture(source, pixels)
-        width, height = image.size
-        return cls(source.name, width, height, processor.expansion(image.size), dict(processor.inputs(image)))
+        return cls(source.name, image, processor, {False: dict(processor.inputs(image))})
+
+    def seen(self, *, several: bool) -> dict[str, torch.Tensor]:
+        """Its tensors in a prompt with one or several pictures."""
+        several = several and self.processor.reads_rows
+        if several not in self.tensors:
+            self.tensors[several] = dict(self.processor.inputs(self.image, several=several))
+        return self.tensors[several]
+
+
+def expansions_of(pictures: Sequence[SeenPicture]) -> list[str]:
+    """The text that takes the place of each picture of a prompt."""
+    several = len(pictures) > 1
+    return [one.processor.expansion(one.image.size, several=several) for one in pictures]
 
 
 def sources_of(names: Sequence[str], *, where: str) -> tuple[PictureSource, ...]:
@@ -139,7 +149,8 @@ def inputs_of(
     pictures: Sequence[SeenPicture], processor: PictureProcessor, device: torch.device
 ) -> PictureInputs | None:
     """The pictures of a prompt for a forward; None if it has none."""
-    return PictureInputs.of([one.tensors for one in pictures], processor.image_ids, device)
+    tensors = [one.seen(several=len(pictures) > 1) for one in pictures]
+    return PictureInputs.of(tensors, processor.image_ids, device)
 
 
 def take_sent(

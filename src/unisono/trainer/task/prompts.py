@@ -195,7 +195,8 @@ class PromptReader:
 
     def _expansions(self, images: Sequence[Any]) -> list[str]:
         processor = self.opened.processor
-        return [processor.expansion(image.size) for image in images] if processor is not None else []
+        several = len(images) > 1
+        return [] if processor is None else [processor.expansion(i.size, several=several) for i in images]
 
     def _inputs_of(self, images: Sequence[Any]) -> Mapping[str, "np.ndarray[Any, Any]"]:
         processor = self.opened.processor
@@ -203,7 +204,7 @@ class PromptReader:
             return {}
         try:
             with memory_limited(_MEMORY_BYTES):
-                parts = [processor.inputs(image) for image in images]
+                parts = [processor.inputs(image, several=len(images) > 1) for image in images]
         except MemoryError:
             raise RefusedPrompt("messages", f"the pictures need {_TOO_MUCH}", "send smaller ones") from None
         except RowError as error:

@@ -441,8 +441,7 @@ def _why_more(run: Run) -> str:
 
 def _savings(run: Run) -> list[str]:
     """Two settings that save memory, each with the estimated amount."""
-    plan, config = run.plan, run.plan.config
-
+    plan, config, pictures = run.plan, run.plan.config, run.plan.data.pictures
     optimizer = optimizer_named(config.optim.kind)
     state_bytes = optimizer.state_bytes(config.optim.state_dtype)
 
@@ -463,6 +462,9 @@ def _savings(run: Run) -> list[str]:
             ),
             optimizer_bytes=optimizer_bytes,
             router_loss=config.optim.router_loss is not None,
+            train_parts=config.train_parts,
+            pixel_values=micro * (pictures.most_values if pictures else 0),
+            largest_picture=pictures.largest_values if pictures else 0,
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)

@@ -15,10 +15,12 @@ from unisono.base.text import library_words, one_line
 from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.tokenizer import digest_file
+from unisono.trainer.plan.families import ROW_COUNTS
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _EXTRA = "pip install 'unisono[vision]'"
+_TRIED = (200, 100)
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -56,7 +58,8 @@ class PictureProcessor:
     Attributes:
         processor: of transformers.
         placeholder: the text that a chat template writes for a picture.
-        image_ids: the tokens of which each stands for one feature of a picture.
+        image_ids: the tokens of which each stands for one feature of a picture. Those that begin or
+            end one are not among them.
     """
 
     def __init__(self, directory: Path, *, trust_remote_code: bool = False) -> None:
@@ -69,10 +72,10 @@ class PictureProcessor:
         self._directory = directory
         self.processor = _load(directory, trust_remote_code=trust_remote_code)
         self.placeholder = getattr(self.processor, "image_token", None) or ""
-        ids = [i for i in getattr(self.processor, "image_token_ids", ()) if isinstance(i, int)]
-        self.image_ids = tuple(ids)
-        if not self.placeholder or not ids:
+        feature = _feature_id(directory, self.processor, trust_remote_code=trust_remote_code)
+        if not self.placeholder or feature is None:
             raise self._refusal("it has no token for the place of a picture")
+        self.image_ids = (feature,)
 
     @cached_property
     def template(self) -> str | None:
@@ -80,27 +83,54 @@ class PictureProcessor:
         text = getattr(self.processor, "chat_template", None)
         return text if isinstance(text, str) and text else None
 
-    def expansion(self, size: Size) -> str:
+    def expansion(self, size: Size, *, several: bool = False) -> str:
         """The text that takes the place of a picture of this size, with a token for each feature.
+
+        Args:
+            size: of it.
+            several: whether its row has more pictures.
 
         Raises:
             RowError: if the processor refuses the size.
         """
-        return self._expansion(size)
+        return str(self._expansion(size, several and self.reads_rows)[0])
+
+    def count_values(self, size: Size, *, several: bool = False) -> int:
+        """How many values the pixels of a picture of this size have, as the model gets them.
+
+        Args:
+            size: of the picture.
+            several: whether its row has more pictures.
+
+        Raises:
+            RowError: if the processor refuses the size.
+        """
+        return int(self._expansion(size, several and self.reads_rows)[1])
+
+    @cached_property
+    def reads_rows(self) -> bool:
+        """Whether a picture is different among others of its row: LLaVA-OneVision makes tiles of
+        the only one of a row.
+        """
+        try:
+            return bool(self._expansion(_TRIED, True)[0] != self._expansion(_TRIED, False)[0])
+        except RowError:
+            return False
 
     @cached_property
     def _expansion(self) -> Any:
         return lru_cache(maxsize=1 << 16)(self._expand)
 
-    def _expand(self, size: Size) -> str:
+    def _expand(self, size: Size, several: bool) -> tuple[str, int]:  # noqa: FBT001 - lru_cache has positions
         from PIL import Image
 
         blank = Image.new("RGB", size, (127, 127, 127))
-        made = self._called(blank, size, return_text_replacement_offsets=True)
+        made = self._called(blank, several=several, return_text_replacement_offsets=True)
         places = made.get("text_replacement_offsets")
-        if not places or len(places[0]) != 1:
+        if not places or len(places[0]) != 1 + several:
             raise self._refusal("it does not report what takes the place of a picture")
-        return str(places[0][0]["replacement"])
+        pixels = _nested_size(made.get("pixel_values"))
+        return str(places[0][0]["replacement"]), pixels // (1 + several)
 
     def seen_size(self, size: Size) -> Size:
         """The size of a picture after the processor has resized it to whole patches, of a
@@ -118,26 +148,42 @@ class PictureProcessor:
     def _see_size(self, size: Size) -> Size:
         from PIL import Image
 
-        grid = self._called(Image.new("RGB", size), size).get("image_grid_thw")
+        grid = self._called(Image.new("RGB", size), several=False).get("image_grid_thw")
         if grid is None:
             raise self._refusal("it does not report the size to which it resizes pictures")
         _, rows, columns = (int(number) for number in grid[0])
         side = int(self.processor.image_processor.patch_size)
         return columns * side, rows * side
 
-    def inputs(self, image: Any) -> dict[str, Any]:
+    def inputs(self, image: Any, *, several: bool = False) -> dict[str, Any]:
         """What the model gets of a picture in RGB: tensors by name, the first axis of each is of
         pictures, tiles or patches.
+
+        Args:
+            image: the picture.
+            several: whether its row has more pictures; if the processor minds, `ROW_COUNTS` of the
+                picture is then not 1.
 
         Raises:
             RowError: if the processor refuses the picture.
         """
-        made = self._called(image, image.size, return_tensors="pt")
-        return {name: value for name, value in made.items() if name not in _OF_TEXT}
+        among = several and self.reads_rows
+        made = self._called(image, several=among, return_tensors="pt")
+        tensors = {
+            name: value.float() if value.is_floating_point() else value  # Llama 4's are in bfloat16
+            for name, value in made.items()
+            if name not in _OF_TEXT
+        }
+        if not among:
+            return tensors
+        return {
+            name: value if name == ROW_COUNTS else value[: len(value) // 2] for name, value in tensors.items()
+        }
 
-    def _called(self, image: Any, size: Size, **options: Any) -> Any:
+    def _called(self, image: Any, *, several: bool, **options: Any) -> Any:
+        count, size = 1 + several, image.size
         try:
-            return self.processor(text=[self.placeholder], images=[image], **options)
+            return self.processor(text=[self.placeholder * count], images=[[image] * count], **options)
         except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
             raise RowError(
                 f"the model's processor refuses a picture of {size[0]} × {size[1]} pixels:"
@@ -154,6 +200,13 @@ class PictureProcessor:
         )
 
 
+def _nested_size(value: Any) -> int:
+    """The number of values in arrays, or in lists of them."""
+    if isinstance(value, list | tuple):
+        return sum(map(_nested_size, value))
+    return math.prod(getattr(value, "shape", (0,)))
+
+
 def _load(directory: Path, *, trust_remote_code: bool) -> Any:
     need_pillow(str(directory))
     with loading_modules():
@@ -165,18 +218,19 @@ def _load(directory: Path, *, trust_remote_code: bool) -> Any:
         processor = AutoProcessor.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except ImportError as error:
-        without_video = _without_video(directory)
-        if without_video is not None:
-            return without_video
-        missing = "torchvision" if "torchvision" in str(error).lower() else one_line(str(error), limit=80)
-        raise UsageError.of(
-            f"the model's processor needs {missing}",
-            where=str(directory),
-            why=f"{_class_named(directory)} of transformers loads it",
-            fix=_EXTRA,
-        ) from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        needs_torchvision = "torchvision" in str(error).lower()
+        if needs_torchvision or isinstance(error, ImportError):
+            pictures_only = _without_other_media(directory)
+            if pictures_only is not None:
+                return pictures_only
+            missing = "torchvision" if needs_torchvision else one_line(str(error), limit=80)
+            raise UsageError.of(
+                f"the model's processor needs {missing}",
+                where=str(directory),
+                why=f"{_class_named(directory)} of transformers loads it",
+                fix=_EXTRA,
+            ) from error
         raise ModelError.of(
             "the model's processor cannot be loaded",
             where=str(directory),
@@ -195,30 +249,51 @@ def _load(directory: Path, *, trust_remote_code: bool) -> Any:
     return processor
 
 
-def _without_video(directory: Path) -> Any | None:
-    """A processor of pictures alone, of a class that reads videos, too, for which transformers
-    needs torchvision; None if its class is not known.
-
-    Only the check of its arguments wants a processor of videos.
+def _without_other_media(directory: Path) -> Any | None:
+    """A processor of pictures alone, of a class that also reads videos or recordings, for which
+    transformers needs other packages; None if its class cannot be used so.
     """
     import transformers
 
-    kind = getattr(transformers, _class_named(directory), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.ProcessorMixin)):
+    named = getattr(transformers, _class_named(directory), None)
+    if not (isinstance(named, type) and issubclass(named, transformers.ProcessorMixin)):
         return None
+    kind: Any = named
 
-    class PicturesOnly(kind):  # type: ignore[misc, valid-type]  # whichever it is
+    class PicturesOnly(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == "video_processor" and argument is None:
+            """Accepts that a processor of other media is None."""
+            if argument is None and argument_name not in ("image_processor", "tokenizer"):
                 return None
             return super().check_argument_for_proper_class(argument_name, argument)
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    made = {"image_processor": transformers.AutoImageProcessor, "tokenizer": transformers.AutoTokenizer}
     try:
-        pictures = transformers.AutoImageProcessor.from_pretrained(str(directory), local_files_only=True)
-        return PicturesOnly(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
-    except (ImportError, OSError, ValueError, TypeError, AttributeError):
+        settings, _ = kind.get_processor_dict(str(directory), local_files_only=True)
+        parts = [
+            made[name].from_pretrained(str(directory), local_files_only=True) if name in made else None
+            for name in kind.get_attributes()
+        ]
+        return PicturesOnly.from_args_and_dict(parts, settings)
+    except (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _feature_id(directory: Path, processor: Any, *, trust_remote_code: bool) -> int | None:
+    """The token that stands for a feature of a picture: the model's, since the processor of some
+    names the one of its template.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            str(directory), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, LookupError):
+        config = None
+    names = ("image_token_id", "image_token_index")
+    ids = [*(getattr(config, name, None) for name in names), getattr(processor, names[0], None)]
+    return next((i for i in ids if isinstance(i, int)), None)
 
 
 def _class_named(directory: Path) -> str:

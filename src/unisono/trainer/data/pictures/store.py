@@ -47,6 +47,8 @@ class TablePicture:
         features: tokens of these that stand for a feature each.
         bytes: size of its file.
         changed_ns: when its file was changed last; 0 for a copy in the cache.
+        several: whether it is one of several of a row, with a processor that minds.
+        values: of its pixels, as the model gets them.
     """
 
     name: str
@@ -59,6 +61,8 @@ class TablePicture:
     features: int
     bytes: int
     changed_ns: int
+    several: bool = False
+    values: int = 0
 
     @property
     def words(self) -> str:
@@ -110,7 +114,7 @@ class PictureStore:
         self.videos = VideoReader(frames, self._kept, processor)
         self._decoded: dict[str, Decoded | Broken] = {}
         self._files: dict[str, str] = {}  # of those that were fetched
-        self._numbers: dict[tuple[str, Size], int] = {}
+        self._numbers: dict[tuple[str, Size, bool], int] = {}
 
     def decode(self, sources: Iterable[PictureSource]) -> None:
         """Decodes those that are not known yet, several at once."""
@@ -136,24 +140,25 @@ class PictureStore:
                 self._decoded[key] = Broken(result)
         return local
 
-    def number(self, source: PictureSource) -> int:
-        """The number of a decoded picture.
+    def numbers(self, sources: Sequence[PictureSource]) -> tuple[int, ...]:
+        """The numbers of the decoded pictures of a row.
 
         Raises:
-            PictureError: if it is missing, cannot be decoded, or the processor refuses it.
+            PictureError: if one is missing, cannot be decoded, or the processor refuses it.
         """
-        decoded = self._decoded[_key(source)]
-        if isinstance(decoded, Broken):
-            raise PictureError(
-                f"the picture {source.name} cannot be used: {decoded.why}", missing=decoded.missing
-            )
+        several = len(sources) > 1
+        return tuple(self._number(source, several=several) for source in sources)
+
+    def _number(self, source: PictureSource, *, several: bool) -> int:
+        decoded = self._usable(source)
         own = (decoded.width, decoded.height)
         size = fitted_size(own, source, self._pixels)
-        known = self._numbers.get((decoded.digest, size))
+        several = several and self.processor.reads_rows
+        known = self._numbers.get((decoded.digest, size, several))
         if known is not None:
             return known
         try:
-            text = self.processor.expansion(size)
+            text = self.processor.expansion(size, several=several)
         except RowError as error:
             raise PictureError(
                 f"the picture {source.name} cannot be used: {error.why}", missing=False
@@ -174,9 +179,11 @@ class PictureStore:
                 features=features,
                 bytes=decoded.bytes,
                 changed_ns=changed,
+                several=several,
+                values=self.processor.count_values(size, several=several),
             )
         )
-        self._numbers[decoded.digest, size] = len(self.pictures) - 1
+        self._numbers[decoded.digest, size, several] = len(self.pictures) - 1
         return len(self.pictures) - 1
 
     def size(self, source: PictureSource) -> Size:
@@ -185,9 +192,7 @@ class PictureStore:
         Raises:
             PictureError: if it cannot be used.
         """
-        self.number(source)
-        decoded = self._decoded[_key(source)]
-        assert isinstance(decoded, Decoded), "else it has no number"
+        decoded = self._usable(source)
         return decoded.width, decoded.height
 
     def seen_size(self, source: PictureSource) -> Size:
@@ -196,16 +201,35 @@ class PictureStore:
         Raises:
             PictureError: if it cannot be used.
         """
-        picture = self.pictures[self.number(source)]
-        return self.processor.seen_size((picture.width, picture.height))
+        size = fitted_size(self.size(source), source, self._pixels)
+        try:
+            return self.processor.seen_size(size)
+        except RowError as error:
+            raise PictureError(
+                f"the picture {source.name} cannot be used: {error.why}", missing=False
+            ) from error
+
+    def _usable(self, source: PictureSource) -> Decoded:
+        """A picture that could be decoded.
+
+        Raises:
+            PictureError: if it could not.
+        """
+        decoded = self._decoded[_key(source)]
+        if isinstance(decoded, Broken):
+            raise PictureError(
+                f"the picture {source.name} cannot be used: {decoded.why}", missing=decoded.missing
+            )
+        return decoded
 
     def expansion(self, number: int) -> str:
         """The text that takes the place of a picture."""
-        return self.processor.expansion((self.pictures[number].width, self.pictures[number].height))
+        picture = self.pictures[number]
+        return self.processor.expansion((picture.width, picture.height), several=picture.several)
 
     def digest(self) -> str:
         """Of the contents and sizes of all pictures, in order."""
-        parts = (f"{one.digest} {one.width} {one.height}" for one in self.pictures)
+        parts = (f"{one.digest} {one.width} {one.height}{' several' * one.several}" for one in self.pictures)
         return xxhash.xxh3_128("\n".join(parts).encode()).hexdigest()
 
     def write(self, directory: Path) -> None:

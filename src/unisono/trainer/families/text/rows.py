@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from unisono.base.errors import DataError, ModelError
 from unisono.base.events import Reporter
@@ -26,7 +27,7 @@ from unisono.trainer.model.parts import (
     experts_of_layer,
     weights_in_files,
 )
-from unisono.trainer.plan import DataSummary, ModelFacts
+from unisono.trainer.plan import DataSummary, ModelFacts, VisionFacts
 from unisono.trainer.plan.task_requests import PrepareRequest
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
@@ -58,7 +59,9 @@ def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, Mod
     )
     if data.pictures is None:
         _refuse_parts(config)
-    return data, facts.model_copy(update={"reads_pictures": data.pictures is not None})
+        return data, facts
+    vision = _vision_facts(config, Path(facts.directory))
+    return data, facts.model_copy(update={"reads_pictures": True, "vision": vision})
 
 
 def _refuse_parts(config: RunConfig) -> None:
@@ -111,10 +114,7 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
     weights, parts = weights_in_files(headers)
     figures: dict[str, object] = {}
     if not facts.has_plain_mlps or sum(weight.in_out for weight in weights) != facts.linear_in_out:
-        from unisono.trainer.model.load import outline_base
-
-        trust = config.model.trust_remote_code
-        model = outline_base(Path(facts.directory), trust_remote_code=trust, reward=head is not None)
+        model = _outline(config, Path(facts.directory), reward=head is not None)
         weights, parts = adaptable_weights(model, head=head), count_parts(model, head=head)
         figures = {"experts_of_layer": experts_of_layer(weights)}
         if random:
@@ -125,6 +125,23 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
     if config.adapter is not None:
         figures |= adapter_figures(weights, config.adapter, head=head)
     return facts.model_copy(update={"parts": parts, **figures})
+
+
+def _outline(config: RunConfig, directory: Path, *, reward: bool = False) -> Any:
+    """The model of a config on the meta device; imports torch.
+
+    Raises:
+        ModelError: if transformers does not make a model of its config.json.
+    """
+    from unisono.trainer.model.load import outline_base
+
+    return outline_base(directory, trust_remote_code=config.model.trust_remote_code, reward=reward)
+
+
+def _vision_facts(config: RunConfig, directory: Path) -> VisionFacts:
+    from unisono.trainer.model.multimodal import vision_facts
+
+    return vision_facts(_outline(config, directory))
 
 
 def _sizes(weights: list[Weight], parts: dict[str, int]) -> dict[str, object]:

@@ -92,7 +92,7 @@ class PixelLoader:
             return self._kept[number]
         picture = self._pictures[number]
         try:
-            made = self.processor.inputs(picture.pixels())
+            made = self.processor.inputs(picture.pixels(), several=picture.several)
         except (BadPictureError, RowError) as error:
             raise _changed(picture, error, self._row_of(number)) from error
         if self.vision is not None and not self.vision.is_full:

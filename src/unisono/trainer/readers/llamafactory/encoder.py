@@ -236,7 +236,7 @@ class LfEncoder:
         assert isinstance(example, Exchange)
         if self.pictures is None:
             return self._noted(row, example)
-        numbers = [self.pictures.number(source) for source in example.pictures]
+        numbers = self.pictures.numbers(example.pictures)
         try:
             return self._noted(with_features(row, numbers, self.pictures), example)
         except RowError as error:
@@ -266,9 +266,8 @@ class LfEncoder:
         if store is None or not example.pictures:
             return example
         placeholder, mark = store.processor.placeholder, self._picture_mark
-        texts = iter(
-            mark.replace(placeholder, store.expansion(store.number(source))) for source in example.pictures
-        )
+        numbers = store.numbers(example.pictures)
+        texts = iter(mark.replace(placeholder, store.expansion(number)) for number in numbers)
 
         def expanded(turn: Turn) -> Turn:
             first, *others = turn.content.split(PICTURE)
