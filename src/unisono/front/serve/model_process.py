@@ -28,6 +28,7 @@ from unisono.trainer.plan.talk_messages import (
     Begun,
     Drop,
     FailedAsk,
+    Piece,
     Pieces,
     Ping,
     PromptRequest,
@@ -147,32 +148,31 @@ class PendingAsk:
     Attributes:
         question: for the task.
         id: of the task's messages.
-        messages: the number of its prompt's tokens, then pieces of the answer, then `Answered`; or
-            an ApiError.
+        messages: `Begun`, then pieces of the answer, then `Answered`; or an ApiError.
     """
 
     question: PromptRequest
     id: int
-    messages: "asyncio.Queue[int | str | Answered | ApiError]" = field(default_factory=asyncio.Queue)
+    messages: "asyncio.Queue[Begun | Piece | Answered | ApiError]" = field(default_factory=asyncio.Queue)
     since: float = field(default_factory=time.monotonic)
 
-    async def begin(self) -> int:
-        """The number of its prompt's tokens, once it is being answered.
+    async def begin(self) -> Begun:
+        """What is known of its prompt, once it is being answered.
 
         Raises:
             ApiError: if there will be no answer.
         """
-        count = await self._next()
-        assert isinstance(count, int)
-        return count
+        begun = await self._next()
+        assert isinstance(begun, Begun)
+        return begun
 
-    async def _next(self) -> int | str | Answered:
+    async def _next(self) -> Begun | Piece | Answered:
         message = await self.messages.get()
         if isinstance(message, ApiError):
             raise message
         return message
 
-    async def pieces(self) -> AsyncIterator[str | Answered]:
+    async def pieces(self) -> AsyncIterator[Piece | Answered]:
         """The pieces of the answer, and what ends it.
 
         Raises:
@@ -180,7 +180,7 @@ class PendingAsk:
         """
         while True:
             message = await self._next()
-            assert not isinstance(message, int)
+            assert not isinstance(message, Begun)
             yield message
             if isinstance(message, Answered):
                 return
@@ -403,11 +403,11 @@ class ModelProcess:
                 self.ready.set()
                 self._fill()
             case Pieces(pieces):
-                for number, text in pieces:
-                    if number in self._running:
-                        self._running[number].messages.put_nowait(text)
-            case Begun(number, count) if number in self._running:
-                self._running[number].messages.put_nowait(count)
+                for piece in pieces:
+                    if piece.id in self._running:
+                        self._running[piece.id].messages.put_nowait(piece)
+            case Begun() if news.id in self._running:
+                self._running[news.id].messages.put_nowait(news)
             case Answered() | RefusedAsk() | FailedAsk():
                 self._finish(news)
             case None if not self.ready.is_set():

@@ -25,11 +25,13 @@ from unisono.base.files import open_given
 from unisono.base.text import one_line
 from unisono.front.http_headers import host_name, origin_host
 from unisono.front.http_server import HttpConnection, running_server
+from unisono.front.serve.answer_reader import AnswerReader, ThoughtText
 from unisono.front.serve.model_process import ModelProcess, PendingAsk
 from unisono.front.serve.picture_addresses import MOST_PICTURES, PictureAddresses, picture_parts
 from unisono.front.serve.protocol import (
     ApiError,
     ChatRequest,
+    ChosenAnswer,
     CompletionRequest,
     Objects,
     Usage,
@@ -37,8 +39,7 @@ from unisono.front.serve.protocol import (
     unknown_model,
 )
 from unisono.guard.facts.network import bind_listener
-from unisono.trainer.plan.talk_messages import Answered
-from unisono.trainer.plan.tool_calls import ToolCallReader
+from unisono.trainer.plan.talk_messages import Answered, Piece, ScoredToken, Thought
 
 LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20
@@ -255,12 +256,8 @@ class Api:
         questions = parsed.questions()
         await self._fetch_pictures(request, questions[0].messages or ())
         asks = self._model.submit(questions)
-        answer = _Answer(
-            asks,
-            Objects(self._name, is_chat=kind is ChatRequest),
-            reader=parsed.reader() if kind is ChatRequest else None,
-            shows_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
-        )
+        objects = Objects(self._name, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
+        answer = _Answer(asks, objects, parsed)
         try:
             begun = await _while_connected(request, answer.begin())
             if begun is None:
@@ -294,13 +291,13 @@ class _EventStream(StreamingResponse):
 
 @dataclass
 class _Answer:
-    """The answer to one HTTP request, of one or several prompts."""
+    """The answer to one HTTP request, of one or several choices."""
 
     asks: list[PendingAsk]
     objects: Objects
-    reader: ToolCallReader | None
-    shows_usage: bool
+    request: ChatRequest | CompletionRequest
     usage: Usage = field(default_factory=Usage)
+    thoughts: list[Thought] = field(default_factory=list)
 
     async def begin(self) -> bool:
         """Waits until all prompts are being answered.
@@ -308,67 +305,114 @@ class _Answer:
         Raises:
             ApiError: if one is refused.
         """
-        for ask in self.asks:
-            self.usage.prompt += await ask.begin()
+        for number, ask in enumerate(self.asks):
+            begun = await ask.begin()
+            self.thoughts.append(begun.thought)
+            if number % self.request.tries == 0:
+                self.usage.prompt += begun.prompt_tokens
         return True
 
     async def whole(self) -> dict[str, object]:
         """The answer in one object."""
-        texts, ended = [], []
-        for ask in self.asks:
-            text = ""
+        answers = []
+        for ask, thought in zip(self.asks, self.thoughts, strict=True):
+            answer = ChosenAnswer(thought=thought)
             async for piece in ask.pieces():
-                if isinstance(piece, str):
-                    text += piece
+                if isinstance(piece, Piece):
+                    answer.text += piece.text
+                    answer.tokens += piece.tokens
                 else:
                     self.usage.answer += piece.tokens
-                    ended.append(piece.ended)
-            texts.append(text)
-        return self.objects.whole(texts, ended, self.usage, reader=self.reader)
+                    answer.ended = piece.ended
+            answers.append(answer)
+        return self.objects.whole(self._best(answers), self.usage, reader=self.request.reader)
+
+    def _best(self, answers: list[ChosenAnswer]) -> list[ChosenAnswer]:
+        """The best answers to each prompt, of all tries."""
+        tries, choices = self.request.tries, self.request.choices
+        if tries == choices:
+            return answers
+        groups = [answers[start : start + tries] for start in range(0, len(answers), tries)]
+        return [
+            answer
+            for group in groups
+            for answer in sorted(group, key=lambda one: -one.mean_log_prob)[:choices]
+        ]
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error ends them."""
+        streams = [
+            _ChoiceStream(index, self.objects, self.request.reader(thought))
+            for index, thought in enumerate(self.thoughts)
+        ]
         try:
-            async for index, piece in _merged(self.asks):
-                for value in self._chunks(index, piece):
+            async for index, news in _merged(self.asks):
+                if isinstance(news, Answered):
+                    self.usage.answer += news.tokens
+                for value in streams[index].chunks(news):
                     yield _event(value)
         except ApiError as error:
             yield _event(error.body())
             return
-        if self.shows_usage:
+        if self.request.stream_options and self.request.stream_options.include_usage:
             yield _event(self.objects.usage(self.usage))
         yield "data: [DONE]\n\n"
 
-    _begun: set[int] = field(default_factory=set)
 
-    def _chunks(self, index: int, piece: str | Answered) -> Iterator[dict[str, object]]:
-        if index not in self._begun:
-            self._begun.add(index)
-            if self.objects.is_chat:
-                yield self.objects.first(index)
-        if isinstance(piece, str):
-            yield from self._parts(index, piece, is_last=False)
+@dataclass
+class _ChoiceStream:
+    """The chunks of one choice."""
+
+    index: int
+    objects: Objects
+    reader: AnswerReader | None
+    _has_begun: bool = False
+    _tokens: list[ScoredToken] = field(default_factory=list)  # that no chunk has had
+    _offset: int = 0
+
+    def chunks(self, news: Piece | Answered) -> Iterator[dict[str, object]]:
+        """The chunks of what is new."""
+        if not self._has_begun and self.objects.is_chat:
+            yield self.objects.first(self.index)
+        self._has_begun = True
+        if isinstance(news, Piece):
+            self._tokens += news.tokens
+            yield from self._parts(news.text, is_last=False)
             return
-        yield from self._parts(index, "", is_last=True)
-        self.usage.answer += piece.tokens
-        yield self.objects.last(index, self.objects.ended(piece.ended, self.reader))
+        yield from self._parts("", is_last=True)
+        if self._tokens:
+            yield self._text("")
+        yield self.objects.last(self.index, self.objects.ended(news.ended, self.reader))
 
-    def _parts(self, index: int, text: str, *, is_last: bool) -> Iterator[dict[str, object]]:
+    def _parts(self, text: str, *, is_last: bool) -> Iterator[dict[str, object]]:
         """The chunks of a piece of the answer."""
         if self.reader is None:
             if text:
-                yield self.objects.piece(index, text)
+                yield self._text(text)
             return
         number = self.reader.calls
-        for part in (*self.reader.push(text), *(self.reader.close() if is_last else ())):
+        parts = [*self.reader.push(text), *(self.reader.close() if is_last else ())]
+        for part in parts:
             if isinstance(part, str):
-                yield self.objects.piece(index, part)
+                yield self._text(part)
+            elif isinstance(part, ThoughtText):
+                yield self.objects.thought(self.index, part.text, self._taken())
             else:
-                yield from self.objects.call(index, number, part)
+                yield from self.objects.call(self.index, number, part)
                 number += 1
 
+    def _text(self, text: str) -> dict[str, object]:
+        offset, tokens = self._offset, self._taken()
+        return self.objects.piece(self.index, text, tokens, offset=offset)
 
-async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, str | Answered]]:
+    def _taken(self) -> list[ScoredToken]:
+        """The tokens for the next chunk."""
+        tokens, self._tokens = self._tokens, []
+        self._offset += sum(len(token.text) for token in tokens)
+        return tokens
+
+
+async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, Piece | Answered]]:
     """The pieces of several prompts as they come, with the prompt's index.
 
     Raises:
@@ -378,7 +422,7 @@ async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, str | 
         async for piece in asks[0].pieces():
             yield 0, piece
         return
-    messages: asyncio.Queue[tuple[int, str | Answered | ApiError]] = asyncio.Queue()
+    messages: asyncio.Queue[tuple[int, Piece | Answered | ApiError]] = asyncio.Queue()
 
     async def pass_on(index: int) -> None:
         try:
