@@ -4,6 +4,8 @@ transformers on the same model.
 Run: pytest tests/front/serve/test_scores.py
 """
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-from tests.front.serve.conftest import Served
+from tests import front_server
+from tests.front.serve.conftest import LIMIT_S, Served
 
 pytestmark = pytest.mark.slow
 TEXT = "what day is it, call me"
@@ -64,6 +67,36 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_transformers(
             for place in range(len(ids), len(ids) + most):  # greedy: the most likely ones
                 assert shown.token_logprobs[place] == max(shown.top_logprobs[place].values())
         assert answer.usage.completion_tokens == most * len(prompts)
+
+
+def test_echoes_give_the_loss_of_eval(server: Served, tokenizer: Any, tmp_path: Path) -> None:
+    """As lm-eval asks over local-completions: tokens, one more token, and log-probabilities."""
+    rows = [("what day is it", "tuesday"), ("call me", "on tuesday, call me"), ("me", "what")]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": one, "completion": other}) + "\n" for one, other in rows)
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "unisono",
+        "eval",
+        server.model,
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--json",
+    ]
+    done = front_server.run(command, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    evaluated = json.loads(done.stdout)
+    total, count = 0.0, 0
+    for one, other in rows:
+        context = tokenizer(f"<|user|>{one}<|end|><|assistant|>")["input_ids"]
+        answer = tokenizer(other + "<|end|>")["input_ids"]
+        choice = complete(server, [context + answer], max_tokens=1, logprobs=1, echo=True).choices[0]
+        values = choice.logprobs.token_logprobs[len(context) : -1]
+        total, count = total - sum(values), count + len(values)
+    assert count == evaluated["loss_tokens"]
+    assert total / count == pytest.approx(evaluated["loss"], rel=1e-5)
 
 
 def test_an_echoed_text_is_the_text(server: Served) -> None:

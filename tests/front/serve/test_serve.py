@@ -109,7 +109,7 @@ def test_the_model_is_listed(server: Served) -> None:
         ({"temperature": 2.5}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"top_p": "high"}, 400, "top_p"),
-        ({"n": 3}, 400, "n"),
+        ({"n": 17}, 400, "n"),
         ({"stop": [""]}, 400, "stop"),
         ({"extra_body": {"beams": 4}}, 400, "beams"),
         ({"messages": []}, 400, "messages"),

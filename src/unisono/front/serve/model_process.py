@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.causes import Verdict
@@ -37,7 +37,7 @@ from unisono.trainer.plan.talk_messages import (
     ServeInput,
     ServeNews,
 )
-from unisono.trainer.plan.task_requests import RequestedModel, ServeRequest
+from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel, ServeRequest
 
 ROWS = 16
 """Answers that are computed together."""
@@ -190,6 +190,7 @@ class ModelProcess:
     """A model in a task process. All methods are called in the event loop.
 
     Attributes:
+        adapters: that are served beside the model.
         facts: of the task's message `ready`.
         is_ending: whether new requests are refused.
         failure: why it has ended for good, once `ended` is set.
@@ -199,6 +200,7 @@ class ModelProcess:
         self,
         model: RequestedModel,
         *,
+        adapters: Sequence[NamedAdapter] = (),
         on_message: Show,
         on_failure: Callable[[FailedAsk], None],
         on_restart: Callable[[RankDied], None],
@@ -210,6 +212,7 @@ class ModelProcess:
 
         Args:
             model: what to load.
+            adapters: of the model.
             on_message: gets the messages while it is loaded.
             on_failure: gets requests that failed.
             on_restart: gets the reason of a restart.
@@ -219,7 +222,8 @@ class ModelProcess:
         """
         self._patience_s = patience_s
         self._load_s: float | None = None
-        self._request = encode(ServeRequest(model, ROWS))
+        self.adapters = tuple(adapters)
+        self._request = encode(ServeRequest(model, ROWS, self.adapters))
         self._on_message = on_message
         self._on_failure = on_failure
         self._on_restart = on_restart

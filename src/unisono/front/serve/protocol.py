@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -385,13 +385,13 @@ class CompletionRequest(_Request):
             raise ApiError(400, what, param="n" if self.best_of is None else "best_of", code="invalid_value")
 
 
-def read_request(kind: type[_Request], data: bytes, *, model: str) -> Any:
+def read_request(kind: type[_Request], data: bytes, *, models: Collection[str]) -> Any:
     """The request of a body.
 
     Args:
         kind: ChatRequest or CompletionRequest.
         data: the body.
-        model: the only one that is served.
+        models: that are served.
 
     Raises:
         ApiError: if it is not JSON, a parameter is not valid, or it is for a different model.
@@ -408,16 +408,16 @@ def read_request(kind: type[_Request], data: bytes, *, model: str) -> Any:
         request = kind.model_validate(value)
     except ValidationError as error:
         raise _refusal(error, value) from None
-    if request.model != model:
-        raise unknown_model(request.model, model)
+    if request.model not in models:
+        raise unknown_model(request.model, models)
     return request
 
 
-def unknown_model(name: str, model: str) -> ApiError:
+def unknown_model(name: str, models: Collection[str]) -> ApiError:
     """The error for a model that is not served."""
     return ApiError(
         404,
-        f"there is no model {one_line(name, limit=100)!r} here; this server has {model!r}",
+        f"there is no model {one_line(name, limit=100)!r} here; this server has {', '.join(map(repr, models))}",
         param="model",
         code="model_not_found",
     )

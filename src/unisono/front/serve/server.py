@@ -8,7 +8,7 @@ import signal
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,8 @@ class Api:
         self._model = model
         self._addresses = addresses
         self._name = name
+        # The name of each for clients, and that of its adapter.
+        self._adapters = {name: "", **{one.name: one.name for one in model.adapters}}
         self._keys = keys
         self._created = created
         self._parsing = asyncio.Semaphore(1)
@@ -169,15 +171,17 @@ class Api:
             await self._app(scope, receive, send)
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description()]})
+        return JSONResponse({"object": "list", "data": [self._description(name) for name in self._adapters]})
 
     async def _one_model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._name:
-            raise unknown_model(request.path_params["model"], self._name)
-        return JSONResponse(self._description())
+        name = request.path_params["model"]
+        if name not in self._adapters:
+            raise unknown_model(name, self._adapters)
+        return JSONResponse(self._description(name))
 
-    def _description(self) -> dict[str, object]:
-        return {"id": self._name, "object": "model", "created": self._created, "owned_by": "unisono"}
+    def _description(self, name: str) -> dict[str, object]:
+        model = {"id": name, "object": "model", "created": self._created, "owned_by": "unisono"}
+        return {**model, "parent": self._name} if self._adapters[name] else model
 
     def _admit(self, headers: Headers) -> None:
         """Refuses strangers, and everybody until the model is loaded.
@@ -231,9 +235,9 @@ class Api:
             )
         data = await _body(request)
         if len(data) <= _LARGE_BYTES:
-            return read_request(kind, data, model=self._name)
+            return read_request(kind, data, models=self._adapters)
         async with self._parsing:
-            return await asyncio.to_thread(read_request, kind, data, model=self._name)
+            return await asyncio.to_thread(read_request, kind, data, models=self._adapters)
 
     async def _fetch_pictures(self, request: Request, messages: Sequence[Any]) -> None:
         """Replaces the addresses of pictures in messages by data URLs.
@@ -253,10 +257,11 @@ class Api:
 
     async def _answer(self, request: Request, kind: Any) -> Response:
         parsed = await self._read(kind, request)
-        questions = parsed.questions()
+        adapter = self._adapters[parsed.model]
+        questions = [replace(question, adapter=adapter) for question in parsed.questions()]
         await self._fetch_pictures(request, questions[0].messages or ())
         asks = self._model.submit(questions)
-        objects = Objects(self._name, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
+        objects = Objects(parsed.model, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
         answer = _Answer(asks, objects, parsed)
         try:
             begun = await _while_connected(request, answer.begin())

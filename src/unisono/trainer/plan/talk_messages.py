@@ -133,6 +133,7 @@ class PromptRequest:
     """A prompt.
 
     Attributes:
+        adapter: the name of the adapter that answers; empty: the model itself.
         messages: of a chat, with `tools`, both as in OpenAI's protocol; None: `prompt` is to be
             continued, a text or its tokens.
         continues: whether the last message is the beginning of the answer.
@@ -148,6 +149,7 @@ class PromptRequest:
             not None.
     """
 
+    adapter: str = ""
     messages: list[Any] | None = None
     tools: list[Any] | None = None
     continues: bool = False

@@ -329,11 +329,24 @@ class ConversationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter of a model that is served under a name of its own; `target`: RUN|MODEL."""
+
+    name: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServeRequest:
-    """Answers to requests from stdin, `rows` of them computed together."""
+    """Answers to requests from stdin, `rows` of them computed together.
+
+    Attributes:
+        adapters: of the model, which must be a base model then.
+    """
 
     model: RequestedModel
     rows: int
+    adapters: tuple[NamedAdapter, ...] = ()
 
 
 class Drawn(TypedDict):

@@ -68,7 +68,8 @@ from unisono.trainer.model.quantization import (
     quantized_load,
 )
 from unisono.trainer.plan.families import family_at, need_decoder
-from unisono.trainer.plan.task_requests import RequestedModel
+from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel
+from unisono.trainer.task.several_adapters import PlacedAdapter, find_adapters, with_adapters
 from unisono.trainer.task.target import Target, requested_target, verify_target
 
 _PART_CHARACTERS = 65_536
@@ -95,6 +96,7 @@ class InferenceModel:
         processor: of pictures; None if prompts have none.
         pixels: the bounds of pictures in training.
         blind: why prompts have no pictures.
+        adapters: that take turns on the model.
     """
 
     target: Target
@@ -105,6 +107,14 @@ class InferenceModel:
     processor: PictureProcessor | None = None
     pixels: PixelsSection = field(default_factory=PixelsSection)
     blind: str = ""
+    adapters: tuple[PlacedAdapter, ...] = ()
+
+    def with_adapter(self, adapter: PlacedAdapter) -> "InferenceModel":
+        """The model with the tokenizer and template of one of its adapters."""
+        tokenizer = adapter_tokenizer(adapter.target)
+        forward = replace(self.forward, loaded=replace(self.forward.loaded, tokenizer=tokenizer))
+        template = template_of(adapter.target, tokenizer)
+        return replace(self, target=adapter.target, forward=forward, template=template)
 
     @property
     def tokenizer(self) -> Any:
@@ -164,7 +174,12 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
 
 
 def open_requested(
-    request: RequestedModel, report: Reporter, *, answers: bool = True, sees: bool | None = False
+    request: RequestedModel,
+    report: Reporter,
+    *,
+    answers: bool = True,
+    sees: bool | None = False,
+    adapters: Sequence[NamedAdapter] = (),
 ) -> InferenceModel:
     """Finds and loads what a task's request names.
 
@@ -173,9 +188,10 @@ def open_requested(
         report: to the front.
         answers: whether it has to write answers, which a reward model cannot.
         sees: whether prompts have pictures; None: they may, if the model reads any.
+        adapters: that take turns on it; prompts have no pictures then.
 
     Raises:
-        UnisonoError: as `open_for_inference`.
+        UnisonoError: as `open_for_inference`, and `find_adapters`.
     """
     report.phase("locate", f"looking for {request.target}")
     if family_at(Path(request.target).expanduser()).draws:
@@ -194,7 +210,11 @@ def open_requested(
             fix=f"rate the answers of pairs: unisono eval {shlex.quote(target.name)} --data FILE",
         )
     verify_target(target, report)
+    placed = find_adapters(adapters, target, report)
     report.phase("load_model", f"loading {target.description}")
+    if placed:
+        blind = "several adapters share the model, and their prompts have no pictures"
+        return replace(_open(target, None, placed), blind=blind)
     if sees is not None:
         return _open(target, _processor_of(target) if sees else None)
     processor, blind = _sight_of(target, report)
@@ -206,11 +226,15 @@ def open_requested(
     return replace(_open(target, None), blind=blind)
 
 
-def _open(target: Target, processor: PictureProcessor | None) -> InferenceModel:
+def _open(
+    target: Target, processor: PictureProcessor | None, adapters: tuple[PlacedAdapter, ...] = ()
+) -> InferenceModel:
     """The model, with its vision part if there is a processor of pictures."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
     loaded = load_target(target, dtype=dtype, device=device, keeps_parts=processor is not None)
+    if adapters:
+        loaded = with_adapters(loaded, adapters, device)
     probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
@@ -233,7 +257,9 @@ def _open(target: Target, processor: PictureProcessor | None) -> InferenceModel:
     )
     loaded.model.eval()
     pixels = plan.config.data.pixels if plan is not None else PixelsSection()
-    return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor, pixels)
+    return InferenceModel(
+        target, forward, template, _context(loaded.base), dtype, processor, pixels, adapters=adapters
+    )
 
 
 def _sight_of(target: Target, report: Reporter) -> tuple[PictureProcessor | None, str]:
@@ -577,7 +603,31 @@ def _load(target: Target, *, dtype: str, device: torch.device, keeps_parts: bool
     return _loaded(model, base, tokenizer, trainable)
 
 
-def _with_adapter(base: Any, directory: Path, target: Target, device: torch.device) -> Any:
+def put_adapter(base: Any, model: Any | None, target: Target, device: torch.device, *, key: str) -> Any:
+    """The peft model of a base model with one more adapter, which has a name in it.
+
+    Args:
+        base: of transformers.
+        model: the peft model with those before; None: it is the first.
+        target: the adapter.
+        device: of the weights.
+        key: its name.
+
+    Raises:
+        ModelError: if they do not match.
+    """
+    return _with_adapter(base, target.weights, target, device, key=key, model=model)
+
+
+def _with_adapter(
+    base: Any,
+    directory: Path,
+    target: Target,
+    device: torch.device,
+    *,
+    key: str = "default",
+    model: Any = None,
+) -> Any:
     """The peft model of a base model and the adapter in a directory.
 
     Raises:
@@ -591,8 +641,11 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
     try:
         with warnings.catch_warnings(), parameters_of_experts(base):
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
+            if model is not None:
+                model.load_adapter(str(directory), adapter_name=key, torch_device=str(device))
+                return model
             return PeftModel.from_pretrained(
-                base, str(directory), is_trainable=True, torch_device=str(device)
+                base, str(directory), adapter_name=key, is_trainable=True, torch_device=str(device)
             )
     except (*LIBRARY_ERRORS, UserWarning) as error:
         raise _adapter_mismatch(directory, target.base, error) from error

@@ -351,6 +351,17 @@ class PromptReader:
             return False
 
 
+@dataclass(frozen=True)
+class PromptReaders:
+    """The readers of prompts of a model and of its adapters, by name."""
+
+    by_adapter: Mapping[str, PromptReader]
+
+    def of(self, question: PromptRequest) -> PromptReader:
+        """The one for a request."""
+        return self.by_adapter[question.adapter]
+
+
 def _decoded(source: PictureSource, pixels: PixelsSection) -> Any:
     """The picture of Pillow.
 
@@ -372,14 +383,14 @@ class PromptProcess:
     template.
     """
 
-    def __init__(self, reader: PromptReader, prepared: "queue.SimpleQueue[Any]") -> None:
+    def __init__(self, readers: PromptReaders, prepared: "queue.SimpleQueue[Any]") -> None:
         """Forks the process: before other threads compute, and before the first request.
 
         Args:
-            reader: what it does.
+            readers: what it does.
             prepared: gets each request with its tokens.
         """
-        self._reader = reader
+        self._readers = readers
         self._prepared = prepared
         self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._start()
@@ -396,7 +407,7 @@ class PromptProcess:
     def _start(self) -> None:
         forks = multiprocessing.get_context("fork")
         self._connection, theirs = forks.Pipe()
-        arguments = (self._reader, theirs, self._connection, os.getpid())
+        arguments = (self._readers, theirs, self._connection, os.getpid())
         self._process = forks.Process(target=_read_prompts, args=arguments, name="prompts", daemon=True)
         self._process.start()
         theirs.close()
@@ -414,7 +425,7 @@ class PromptProcess:
         if not isinstance(prompt, PromptInputs) or not prompt.grammar:
             return Prepared(ask, prompt)
         try:
-            return Prepared(ask, prompt, self._reader.grammars.compile(prompt.grammar))
+            return Prepared(ask, prompt, self._readers.of(ask.question).grammars.compile(prompt.grammar))
         except GrammarError as error:
             return Prepared(ask, describe_failure(ask.id, error))
 
@@ -451,7 +462,7 @@ class PromptProcess:
         return returncode
 
 
-def _read_prompts(reader: PromptReader, connection: Connection, parents: Connection, parent: int) -> None:
+def _read_prompts(readers: PromptReaders, connection: Connection, parents: Connection, parent: int) -> None:
     """The body of the process. An exception is the answer to its request."""
     child.forked_by = parent
     child.end_with_front(parent)
@@ -462,16 +473,16 @@ def _read_prompts(reader: PromptReader, connection: Connection, parents: Connect
     gc.freeze()  # the model's objects are shared with the parent as long as nothing looks at them
     with contextlib.suppress(EOFError, OSError):
         while True:
-            connection.send(_bounded_answer(reader, connection.recv()))
+            connection.send(_bounded_answer(readers, connection.recv()))
 
 
-def _bounded_answer(reader: PromptReader, ask: Ask) -> ReadPrompt:
+def _bounded_answer(readers: PromptReaders, ask: Ask) -> ReadPrompt:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + _CPU_S)
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))  # then SIGXCPU
     try:
-        return reader.read(ask.question)
+        return readers.of(ask.question).read(ask.question)
     except RefusedPrompt as refused:
         return RefusedAsk(ask.id, refused.problem, refused.text, refused.fix)
     except Exception as error:  # noqa: BLE001 - the edge of a request: it fails alone
