@@ -100,7 +100,7 @@ class Served:
 
     def post(self, path: str = "/v1/completions", **body: Any) -> "Reply":
         """The response to a request."""
-        defaults = {"prompt": "what"} if "messages" not in body else {}
+        defaults = {} if {"messages", "input"} & body.keys() else {"prompt": "what"}
         text = json.dumps({"model": self.model, "temperature": 0, **defaults, **body})
         with contextlib.closing(HTTPConnection(*self.address, timeout=LIMIT_S)) as connection:
             connection.request("POST", path, text, {"content-type": "application/json"})

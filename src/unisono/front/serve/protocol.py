@@ -72,7 +72,7 @@ class ApiError(Exception):
 # ---- requests
 
 
-class _Strict(BaseModel):
+class StrictObject(BaseModel):
     """An object that refuses unknown keys; null stands for the default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -92,7 +92,7 @@ _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 _Top = Annotated[int, Field(ge=0, le=20)]
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(StrictObject):
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
@@ -106,7 +106,7 @@ class _Function(BaseModel):
     strict: bool | None = None
 
 
-class _Tool(_Strict):
+class _Tool(StrictObject):
     type: Literal["function"]
     function: _Function
 
@@ -119,23 +119,23 @@ class _Tool(_Strict):
         return {"function": {"name": function.name, "parameters": None if is_free else function.parameters}}
 
 
-class _NamedFunction(_Strict):
+class _NamedFunction(StrictObject):
     name: str
 
 
-class _NamedTool(_Strict):
+class _NamedTool(StrictObject):
     type: Literal["function"]
     function: _NamedFunction
 
 
-class _Schema(_Strict):
+class _Schema(StrictObject):
     name: str = "answer"
     description: str | None = None
     content: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 
 
-class _ResponseFormat(_Strict):
+class _ResponseFormat(StrictObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
@@ -162,7 +162,7 @@ class _Message(BaseModel):
     tool_calls: list[Any] | None = None
 
 
-class _Request(_Strict, ABC):
+class _Request(StrictObject, ABC):
     """What both kinds of requests have.
 
     Parameters without effect here are accepted with their default only, or are words for the
@@ -316,7 +316,7 @@ class ChatRequest(_Request):
         forms = tuple(tool.form(is_strict=must_call) for tool in tools)
         return AnswerForm(schema=schema, tools=forms, must_call=must_call, one_call=is_one)
 
-    def reader(self, thought: Thought) -> AnswerReader | None:
+    def reader(self, thought: Thought) -> AnswerReader:
         """For an answer."""
         calls = None
         if self.may_call:
@@ -385,11 +385,11 @@ class CompletionRequest(_Request):
             raise ApiError(400, what, param="n" if self.best_of is None else "best_of", code="invalid_value")
 
 
-def read_request(kind: type[_Request], data: bytes, *, models: Collection[str]) -> Any:
+def read_request(kind: type[StrictObject], data: bytes, *, models: Collection[str]) -> Any:
     """The request of a body.
 
     Args:
-        kind: ChatRequest or CompletionRequest.
+        kind: of the path.
         data: the body.
         models: that are served.
 
@@ -404,13 +404,22 @@ def read_request(kind: type[_Request], data: bytes, *, models: Collection[str]) 
         raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-    try:
-        request = kind.model_validate(value)
-    except ValidationError as error:
-        raise _refusal(error, value) from None
+    request = as_request(kind, value)
     if request.model not in models:
         raise unknown_model(request.model, models)
     return request
+
+
+def as_request(kind: type[StrictObject], value: Mapping[str, object]) -> Any:
+    """The request of an object.
+
+    Raises:
+        ApiError: if a parameter is not valid.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error, value) from None
 
 
 def unknown_model(name: str, models: Collection[str]) -> ApiError:

@@ -38,6 +38,7 @@ from unisono.front.serve.protocol import (
     read_request,
     unknown_model,
 )
+from unisono.front.serve.responses import ResponseObjects, ResponseRequest
 from unisono.guard.facts.network import bind_listener
 from unisono.trainer.plan.talk_messages import Answered, Piece, ScoredToken, Thought
 
@@ -153,6 +154,7 @@ class Api:
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/responses", self._respond, methods=["POST"]),
             ],
             exception_handlers={
                 ApiError: _show_error,
@@ -255,14 +257,37 @@ class Api:
         if parts:
             await _while_connected(request, self._addresses.fill(parts))
 
+    async def _respond(self, request: Request) -> Response:
+        parsed: ResponseRequest = await self._read(ResponseRequest, request)
+        chat = parsed.chat()
+        asks = await self._submit(request, chat)
+        return await self._send(request, asks, chat, _Response(asks[0], parsed, chat))
+
     async def _answer(self, request: Request, kind: Any) -> Response:
         parsed = await self._read(kind, request)
+        asks = await self._submit(request, parsed)
+        objects = Objects(parsed.model, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
+        return await self._send(request, asks, parsed, _Answer(asks, objects, parsed))
+
+    async def _submit(self, request: Request, parsed: ChatRequest | CompletionRequest) -> list[PendingAsk]:
+        """Queues the prompts of a request.
+
+        Raises:
+            ApiError: as `ModelProcess.submit`, or if a picture cannot be used.
+        """
         adapter = self._adapters[parsed.model]
         questions = [replace(question, adapter=adapter) for question in parsed.questions()]
         await self._fetch_pictures(request, questions[0].messages or ())
-        asks = self._model.submit(questions)
-        objects = Objects(parsed.model, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
-        answer = _Answer(asks, objects, parsed)
+        return self._model.submit(questions)
+
+    async def _send(
+        self,
+        request: Request,
+        asks: list[PendingAsk],
+        parsed: ChatRequest | CompletionRequest,
+        answer: "_Answer | _Response",
+    ) -> Response:
+        """The response to a request, whole or as a stream."""
         try:
             begun = await _while_connected(request, answer.begin())
             if begun is None:
@@ -365,6 +390,48 @@ class _Answer:
 
 
 @dataclass
+class _Response:
+    """The answer to one request of /v1/responses."""
+
+    ask: PendingAsk
+    request: ResponseRequest
+    chat: ChatRequest
+    _objects: ResponseObjects | None = None
+
+    async def begin(self) -> bool:
+        """Waits until the prompt is being answered.
+
+        Raises:
+            ApiError: if it is refused.
+        """
+        begun = await self.ask.begin()
+        reader = self.chat.reader(begun.thought)
+        self._objects = ResponseObjects(self.request, reader, begun.prompt_tokens)
+        return True
+
+    async def whole(self) -> dict[str, object]:
+        """The answer in one object."""
+        assert self._objects is not None
+        async for piece in self.ask.pieces():
+            for _ in self._objects.take(piece):
+                pass
+        return self._objects.whole()
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events; an error ends them."""
+        assert self._objects is not None
+        for value in self._objects.begin():
+            yield _named_event(value)
+        try:
+            async for piece in self.ask.pieces():
+                for value in self._objects.take(piece):
+                    yield _named_event(value)
+        except ApiError as error:
+            value = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+            yield _named_event(value)
+
+
+@dataclass
 class _ChoiceStream:
     """The chunks of one choice."""
 
@@ -452,6 +519,10 @@ async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, Piece 
 
 def _event(value: dict[str, object]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _named_event(value: dict[str, object]) -> str:
+    return f"event: {value['type']}\n{_event(value)}"
 
 
 async def _body(request: Request) -> bytes:
