@@ -13,7 +13,7 @@ from tests import needs
 from tests.front.serve.conftest import Served
 from unisono.front.serve.answer_reader import AnswerReader
 from unisono.front.serve.responses import ResponseObjects, ResponseRequest
-from unisono.trainer.plan.talk_messages import Answered, Piece
+from unisono.trainer.plan.talk_messages import Answered, AnswerPiece
 from unisono.trainer.plan.tool_calls import ToolCallReader
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def test_thoughts_texts_and_calls_are_items_in_their_order() -> None:
     objects = ResponseObjects(request, AnswerReader("open", ToolCallReader({"add"})), 7)
     events = [*objects.begin()]
     for character in answer:
-        events += objects.take(Piece(1, character))
+        events += objects.take(AnswerPiece(1, character))
     events += objects.take(Answered(1, 40, "stop"))
     whole: Any = objects.whole()
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]

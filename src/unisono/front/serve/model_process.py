@@ -24,11 +24,11 @@ from unisono.guard.supervise.postmortem import name_task_death, name_task_hang
 from unisono.guard.supervise.task_process import TaskProcess
 from unisono.trainer.plan.talk_messages import (
     Answered,
+    AnswerPiece,
     Ask,
     Begun,
     Drop,
     FailedAsk,
-    Piece,
     Pieces,
     Ping,
     PromptRequest,
@@ -153,7 +153,9 @@ class PendingAsk:
 
     question: PromptRequest
     id: int
-    messages: "asyncio.Queue[Begun | Piece | Answered | ApiError]" = field(default_factory=asyncio.Queue)
+    messages: "asyncio.Queue[Begun | AnswerPiece | Answered | ApiError]" = field(
+        default_factory=asyncio.Queue
+    )
     since: float = field(default_factory=time.monotonic)
 
     async def begin(self) -> Begun:
@@ -166,13 +168,13 @@ class PendingAsk:
         assert isinstance(begun, Begun)
         return begun
 
-    async def _next(self) -> Begun | Piece | Answered:
+    async def _next(self) -> Begun | AnswerPiece | Answered:
         message = await self.messages.get()
         if isinstance(message, ApiError):
             raise message
         return message
 
-    async def pieces(self) -> AsyncIterator[Piece | Answered]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece | Answered]:
         """The pieces of the answer, and what ends it.
 
         Raises:

@@ -14,13 +14,13 @@ from pydantic import Field
 
 from unisono.front.serve.answer_reader import AnswerReader, ThoughtText
 from unisono.front.serve.protocol import ApiError, ChatRequest, StrictObject, Usage, as_request
-from unisono.trainer.plan.talk_messages import Answered, Piece
+from unisono.trainer.plan.talk_messages import Answered, AnswerPiece
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text")
 
 
-class _Text(StrictObject):
+class _TextForm(StrictObject):
     format: dict[str, Any] | None = None
 
 
@@ -42,7 +42,7 @@ class ResponseRequest(StrictObject):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: _Text | None = None
+    text: _TextForm | None = None
     reasoning: _Reasoning | None = None
     store: Literal[False] | None = None
     metadata: dict[str, object] | None = None
@@ -171,9 +171,9 @@ class ResponseObjects:
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def take(self, news: Piece | Answered) -> Iterator[dict[str, object]]:
+    def take(self, news: AnswerPiece | Answered) -> Iterator[dict[str, object]]:
         """The events of what is new."""
-        if isinstance(news, Piece):
+        if isinstance(news, AnswerPiece):
             yield from self._parts(self.reader.push(news.text))
             return
         yield from self._parts(self.reader.close())

@@ -40,7 +40,7 @@ from unisono.front.serve.protocol import (
 )
 from unisono.front.serve.responses import ResponseObjects, ResponseRequest
 from unisono.guard.facts.network import bind_listener
-from unisono.trainer.plan.talk_messages import Answered, Piece, ScoredToken, Thought
+from unisono.trainer.plan.talk_messages import Answered, AnswerPiece, ScoredToken, Thought
 
 LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20
@@ -348,7 +348,7 @@ class _Answer:
         for ask, thought in zip(self.asks, self.thoughts, strict=True):
             answer = ChosenAnswer(thought=thought)
             async for piece in ask.pieces():
-                if isinstance(piece, Piece):
+                if isinstance(piece, AnswerPiece):
                     answer.text += piece.text
                     answer.tokens += piece.tokens
                 else:
@@ -442,12 +442,12 @@ class _ChoiceStream:
     _tokens: list[ScoredToken] = field(default_factory=list)  # that no chunk has had
     _offset: int = 0
 
-    def chunks(self, news: Piece | Answered) -> Iterator[dict[str, object]]:
+    def chunks(self, news: AnswerPiece | Answered) -> Iterator[dict[str, object]]:
         """The chunks of what is new."""
         if not self._has_begun and self.objects.is_chat:
             yield self.objects.first(self.index)
         self._has_begun = True
-        if isinstance(news, Piece):
+        if isinstance(news, AnswerPiece):
             self._tokens += news.tokens
             yield from self._parts(news.text, is_last=False)
             return
@@ -484,7 +484,7 @@ class _ChoiceStream:
         return tokens
 
 
-async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, Piece | Answered]]:
+async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, AnswerPiece | Answered]]:
     """The pieces of several prompts as they come, with the prompt's index.
 
     Raises:
@@ -494,7 +494,7 @@ async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, Piece 
         async for piece in asks[0].pieces():
             yield 0, piece
         return
-    messages: asyncio.Queue[tuple[int, Piece | Answered | ApiError]] = asyncio.Queue()
+    messages: asyncio.Queue[tuple[int, AnswerPiece | Answered | ApiError]] = asyncio.Queue()
 
     async def pass_on(index: int) -> None:
         try:

@@ -225,7 +225,7 @@ class ScoredToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """New text of a request, and its new tokens if it gets log-probabilities; the text may lag
     behind the tokens.
     """
@@ -240,7 +240,7 @@ class Pieces:
     """What is new of all requests that got something."""
 
     kind: ClassVar = "pieces"
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AnswerPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)

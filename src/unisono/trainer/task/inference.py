@@ -69,7 +69,7 @@ from unisono.trainer.model.quantization import (
 )
 from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel
-from unisono.trainer.task.several_adapters import PlacedAdapter, find_adapters, with_adapters
+from unisono.trainer.task.several_adapters import PlacedAdapter, find_adapters
 from unisono.trainer.task.target import Target, requested_target, verify_target
 
 _PART_CHARACTERS = 65_536
@@ -234,7 +234,7 @@ def _open(
     dtype = dtype_of(target, device)
     loaded = load_target(target, dtype=dtype, device=device, keeps_parts=processor is not None)
     if adapters:
-        loaded = with_adapters(loaded, adapters, device)
+        loaded = _with_adapters(loaded, adapters, device)
     probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
@@ -603,20 +603,32 @@ def _load(target: Target, *, dtype: str, device: torch.device, keeps_parts: bool
     return _loaded(model, base, tokenizer, trainable)
 
 
-def put_adapter(base: Any, model: Any | None, target: Target, device: torch.device, *, key: str) -> Any:
-    """The peft model of a base model with one more adapter, which has a name in it.
-
-    Args:
-        base: of transformers.
-        model: the peft model with those before; None: it is the first.
-        target: the adapter.
-        device: of the weights.
-        key: its name.
+def _with_adapters(
+    loaded: LoadedModel, adapters: Sequence[PlacedAdapter], device: torch.device
+) -> LoadedModel:
+    """The model with all adapters on it, none of which is trained.
 
     Raises:
-        ModelError: if they do not match.
+        UsageError: if one resizes the vocabulary, which the others share.
+        ModelError: if one does not match the model.
     """
-    return _with_adapter(base, target.weights, target, device, key=key, model=model)
+    rows = loaded.base.get_input_embeddings().weight.shape[0]
+    model: Any = None
+    for adapter in adapters:
+        header = read_safetensors_header(adapter.target.weights / ADAPTER_FILE)
+        odd = next((t for t in header if t.name.endswith("embed_tokens.weight") and t.shape[0] != rows), None)
+        if odd is not None:
+            raise UsageError.of(
+                f"{adapter.target.name} has a vocabulary of {odd.shape[0]} tokens, and the model {rows}",
+                where=f"--adapter {adapter.name}",
+                fix="serve it alone",
+            )
+        model = _with_adapter(
+            loaded.base, adapter.target.weights, adapter.target, device, key=adapter.key, model=model
+        )
+    assert model is not None
+    model.requires_grad_(False)
+    return replace(loaded, model=model.eval())
 
 
 def _with_adapter(
@@ -628,7 +640,8 @@ def _with_adapter(
     key: str = "default",
     model: Any = None,
 ) -> Any:
-    """The peft model of a base model and the adapter in a directory.
+    """The peft model of a base model and the adapter in a directory, which has the name `key` in
+    it; `model`: the peft model with those before.
 
     Raises:
         ModelError: if they do not match.

@@ -22,11 +22,11 @@ from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.token_grammars import LLGrammar, TokenGrammars
 from unisono.trainer.plan.talk_messages import (
     Answered,
+    AnswerPiece,
     Ask,
     Begun,
     Drop,
     FailedAsk,
-    Piece,
     Pieces,
     Ping,
     PromptRequest,
@@ -295,7 +295,7 @@ class _Desk:
             if not engine.is_idle:
                 self._switch.activate(self._served[name].key)
                 engine.step()
-        pieces: list[Piece] = []
+        pieces: list[AnswerPiece] = []
         ended: list[tuple[int, str]] = []
         for number, place in list(self._places.items()):
             try:
@@ -314,19 +314,19 @@ class _Desk:
             self.answered += 1
             self._report.send(encode_news(Answered(number, len(place.answer.tokens), why)))
 
-    def _new_pieces(self, number: int, place: _Place) -> list[Piece]:
+    def _new_pieces(self, number: int, place: _Place) -> list[AnswerPiece]:
         """The prompt, once it has been read and if it is wanted, and what is new of the answer."""
         answer, pieces = place.answer, []
         has_moved = answer.ended is not None or len(answer.tokens) > place.shown
         if place.echo is not None and has_moved:
-            pieces.append(Piece(number, place.echo, _scored_prompt(place)))
+            pieces.append(AnswerPiece(number, place.echo, _scored_prompt(place)))
             place.echo = None
         text = self._new_text(place)
         scores = answer.scores[place.scored :]
         place.scored += len(scores)
         if text or scores:
             tokens = tuple(_scored(place, score) for score in scores)
-            pieces.append(Piece(number, text, tokens))
+            pieces.append(AnswerPiece(number, text, tokens))
         return pieces
 
     def _new_text(self, place: _Place) -> str:

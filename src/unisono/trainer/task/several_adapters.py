@@ -1,18 +1,13 @@
 """Several adapters on one base model: how they are put on it, and which one computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from unisono.base.errors import UsageError
 from unisono.base.events import Reporter
 from unisono.trainer.families.text.input_files import adapter_settings
-from unisono.trainer.model.file_settings import ADAPTER_FILE
-from unisono.trainer.model.files import read_safetensors_header
-from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan.task_requests import NamedAdapter
 from unisono.trainer.task.target import Target, find_target, verify_target
 
@@ -72,33 +67,6 @@ def _refuse_different_base(adapter: NamedAdapter, target: Target, base: Target) 
             why=f"its adapter_config.json names {named}, and {base.base} is served",
             fix="serve it on its own base model",
         )
-
-
-def with_adapters(
-    loaded: LoadedModel, adapters: Sequence[PlacedAdapter], device: torch.device
-) -> LoadedModel:
-    """The model with all adapters on it, none of which is trained.
-
-    Raises:
-        UsageError: if one resizes the vocabulary, which the others share.
-        ModelError: if one does not match the model.
-    """
-    from unisono.trainer.task.inference import put_adapter
-
-    rows, model = loaded.base.get_input_embeddings().weight.shape[0], None
-    for adapter in adapters:
-        header = read_safetensors_header(adapter.target.weights / ADAPTER_FILE)
-        odd = next((t for t in header if t.name.endswith("embed_tokens.weight") and t.shape[0] != rows), None)
-        if odd is not None:
-            raise UsageError.of(
-                f"{adapter.target.name} has a vocabulary of {odd.shape[0]} tokens, and the model {rows}",
-                where=f"--adapter {adapter.name}",
-                fix="serve it alone",
-            )
-        model = put_adapter(loaded.base, model, adapter.target, device, key=adapter.key)
-    assert model is not None
-    model.requires_grad_(False)
-    return replace(loaded, model=model.eval())
 
 
 class AdapterSwitch:
