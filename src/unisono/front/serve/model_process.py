@@ -39,9 +39,9 @@ from unisono.trainer.plan.talk_messages import (
 )
 from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel, ServeRequest
 
-ROWS = 16
+ROWS = 64
 """Answers that are computed together."""
-WAITING = 32
+WAITING = 256
 """Requests that may wait for a place."""
 STOPPED_S = 5.0
 """Seconds of silence of a stopped process, which is certain evidence."""

@@ -26,7 +26,7 @@ from unisono.base.text import one_line
 from unisono.front.http_headers import host_name, origin_host
 from unisono.front.http_server import HttpConnection, running_server
 from unisono.front.serve.answer_reader import AnswerReader, ThoughtText
-from unisono.front.serve.model_process import ModelProcess, PendingAsk
+from unisono.front.serve.model_process import ROWS, WAITING, ModelProcess, PendingAsk
 from unisono.front.serve.picture_addresses import MOST_PICTURES, PictureAddresses, picture_parts
 from unisono.front.serve.protocol import (
     ApiError,
@@ -595,8 +595,9 @@ async def _show_defect(_: Request, error: Exception) -> Response:
 
 
 class _ClientConnection(HttpConnection):
-    """A connection of a client."""
+    """A connection of a client; one machine may send as many requests at once as are served."""
 
+    most_waiting = ROWS + WAITING
     refusal = _error_response(
         ApiError(503, "all connections of this server are in use", code="connections", retry_after_s=1)
     )
