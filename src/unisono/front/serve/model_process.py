@@ -39,7 +39,7 @@ from unisono.trainer.plan.talk_messages import (
 )
 from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel, ServeRequest
 
-ROWS = 64
+ROWS = 48
 """Answers that are computed together."""
 WAITING = 256
 """Requests that may wait for a place."""

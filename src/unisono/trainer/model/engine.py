@@ -335,11 +335,13 @@ class Engine:
                     [answer], ArithmeticError("the model computes no finite number for the next token")
                 )
                 continue
+            self._follow_grammar(answer, token)
+            if answer.ended == "failed":
+                continue
             if token in self._stop_ids:
                 answer.ended, answer.stop_token = "stop", token
                 continue
             answer.tokens.append(token)
-            self._follow_grammar(answer, token)
             if answer.ended is None and len(answer.tokens) >= answer.max_new_tokens:
                 answer.ended = "length"
         return batch.answers

@@ -4,6 +4,7 @@ form, e.g. that of a JSON schema.
 Letters: R answers with a grammar, V vocabulary.
 """
 
+import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 _THREADS = 1  # the model's own threads have the other cores
+_NOTHING = "NoExtensionBias"  # llguidance's word for no token, and no end
+_AT = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 INSTALL = "pip install 'unisono[serve]'"
 
 
@@ -65,13 +68,10 @@ class TokenGrammars:
         Raises:
             GrammarError: with the reason why it cannot be used.
         """
-        from llguidance import LLMatcher
-
-        with self._lock:
-            tokens = self._tokens
-        is_wrong, reasons = LLMatcher.validate_grammar_with_warnings(grammar, tokens)
-        if is_wrong:
-            raise GrammarError(reasons[0])
+        matcher = self.compile(grammar).matcher
+        matcher.compute_bitmask()
+        if matcher.is_error():  # it has more alternatives in one place than llguidance follows
+            raise GrammarError(_reason(matcher))
 
     def compile(self, grammar: str) -> "LLGrammar":
         """The grammar of one answer.
@@ -79,13 +79,13 @@ class TokenGrammars:
         Raises:
             GrammarError: with the reason why it cannot be used.
         """
-        from llguidance import LLMatcher
-
         with self._lock:
             tokens = self._tokens
-        matcher = LLMatcher(tokens, grammar, log_level=0)
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
+            raise GrammarError(_reason(matcher))
         return LLGrammar(matcher)
 
     def allow(self, logits: torch.Tensor, grammars: Sequence[Any]) -> None:
@@ -119,9 +119,17 @@ class LLGrammar:
             GrammarError: if it was not allowed.
         """
         if not self.matcher.consume_token(token):
-            raise GrammarError(f"the form of the answer was left: {self.matcher.get_error()}")
+            raise GrammarError(f"the form of the answer was left: {_reason(self.matcher)}")
 
     @property
     def is_over(self) -> bool:
         """Whether nothing may follow."""
         return bool(self.matcher.is_stopped())
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher cannot go on, without the grammar, which llguidance shows beside it."""
+    if matcher.get_error().startswith(_NOTHING):
+        return "nothing can be written that satisfies it"
+    text: str = matcher.get_error().partition("\n")[0].partition("<state>")[0]
+    return _AT.sub("", text).strip() or "llguidance cannot follow it"

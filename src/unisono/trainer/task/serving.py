@@ -19,7 +19,7 @@ from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import Engine, GeneratedAnswer, TokenScore
 from unisono.trainer.model.forward import PictureInputs
-from unisono.trainer.model.token_grammars import LLGrammar, TokenGrammars
+from unisono.trainer.model.token_grammars import GrammarError, LLGrammar, TokenGrammars
 from unisono.trainer.plan.talk_messages import (
     Answered,
     AnswerPiece,
@@ -287,7 +287,11 @@ class _Desk:
         torch.zeros(1, device=self._device).item()  # raises after an error that leaves a GPU unusable
         for number in [number for number, place in self._places.items() if place.answer in answers]:
             del self._places[number]
-            self._report.send(encode_news(describe_failure(number, error)))
+            if isinstance(error, GrammarError):
+                refused = RefusedAsk(number, "response_format", str(error), "use a simpler schema")
+                self._report.send(encode_news(refused))
+            else:
+                self._report.send(encode_news(describe_failure(number, error)))
 
     def step(self) -> None:
         """Computes one token of each answer, and sends what is new."""
