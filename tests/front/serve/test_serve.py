@@ -142,6 +142,7 @@ def test_what_is_no_request_is_refused_in_the_same_form(server: Served) -> None:
         reply = server.post(path, **body)
         assert reply.status == status
         assert reply.body["error"]["type"] == "invalid_request_error"
+    assert "--adapter" in server.post("/v1/load_lora_adapter").body["error"]["message"]
 
 
 def test_curl_gets_an_answer_and_a_stream(server: Served) -> None:

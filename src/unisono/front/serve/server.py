@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ _LOADING_S = 2
 _KEEP_ALIVE_S = 30
 _KEY_BYTES = 1 << 16
 _CLOSE_S = 2  # for the last bytes of answers, once all have ended
+_ABSENT = {
+    "/v1/embeddings": "the models of this server write texts, and give no embeddings",
+    "/v1/score": "the models of this server write texts; `unisono eval` has the scores of a reward model",
+    "/v1/load_lora_adapter": "adapters are named at the start: --adapter NAME=DIR",
+    "/v1/unload_lora_adapter": "adapters are named at the start: --adapter NAME=DIR",
+}
+"""Paths of other servers that are not answered, and why."""
 _PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, or a cut network
 
 
@@ -585,7 +593,9 @@ async def _show_error(_: Request, error: Exception) -> Response:
 
 async def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {one_line(request.scope['path'], limit=100)}: {error.detail}"
+    path = request.scope["path"]
+    why = _ABSENT.get(path, error.detail) if error.status_code == HTTPStatus.NOT_FOUND else error.detail
+    what = f"{request.method} {one_line(path, limit=100)}: {why}"
     return _error_response(ApiError(error.status_code, what))
 
 
