@@ -100,7 +100,8 @@ class Served:
 
     def post(self, path: str = "/v1/completions", **body: Any) -> "Reply":
         """The response to a request."""
-        text = json.dumps({"model": self.model, "prompt": "what", "temperature": 0, **body})
+        defaults = {} if {"messages", "input"} & body.keys() else {"prompt": "what"}
+        text = json.dumps({"model": self.model, "temperature": 0, **defaults, **body})
         with contextlib.closing(HTTPConnection(*self.address, timeout=LIMIT_S)) as connection:
             connection.request("POST", path, text, {"content-type": "application/json"})
             response = connection.getresponse()

@@ -109,7 +109,7 @@ def test_the_model_is_listed(server: Served) -> None:
         ({"temperature": 2.5}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"top_p": "high"}, 400, "top_p"),
-        ({"n": 3}, 400, "n"),
+        ({"n": 17}, 400, "n"),
         ({"stop": [""]}, 400, "stop"),
         ({"extra_body": {"beams": 4}}, 400, "beams"),
         ({"messages": []}, 400, "messages"),
@@ -142,6 +142,7 @@ def test_what_is_no_request_is_refused_in_the_same_form(server: Served) -> None:
         reply = server.post(path, **body)
         assert reply.status == status
         assert reply.body["error"]["type"] == "invalid_request_error"
+    assert "--adapter" in server.post("/v1/load_lora_adapter").body["error"]["message"]
 
 
 def test_curl_gets_an_answer_and_a_stream(server: Served) -> None:

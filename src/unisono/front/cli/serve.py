@@ -14,6 +14,7 @@ from unisono.front.cli.output import output
 if TYPE_CHECKING:
     from unisono.base.errors import RankDied
     from unisono.trainer.plan.talk_messages import FailedAsk
+    from unisono.trainer.plan.task_requests import NamedAdapter
 
 
 def serve(
@@ -31,6 +32,15 @@ def serve(
         typer.Option(
             metavar="FILE",
             help="Keys of clients, one per line; default: UNISONO_SERVE_KEY.",
+            show_default=False,
+        ),
+    ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=DIR",
+            help="An adapter of the base model, served as model NAME; repeat it for several.",
             show_default=False,
         ),
     ] = None,
@@ -80,6 +90,7 @@ def serve(
     addresses = PictureAddresses.of(image_hosts, image_folders)
     keys = read_keys(key_file, key, warn=printer.warn)
     name = target.rstrip("/") or target
+    named = _named_adapters(adapters or [], model=name)
     with listen(host, port, keys) as listener, TaskProgress(printer) as progress:
         url = address_of(listener, host)
 
@@ -90,11 +101,16 @@ def serve(
             if printer.json:
                 printer.emit({"kind": "serve", "schema": 1, "url": url, "model": name})
             else:
-                printer.result(f"serving {model.facts.description} at {url}/v1 as model {name!r}")
+                names = ", ".join(repr(one) for one in (name, *(adapter.name for adapter in named)))
+                printer.result(f"serving {model.facts.description} at {url}/v1 as model {names}")
             printer.notify("Ctrl-C or SIGTERM ends it; running answers are completed")
 
         model = ModelProcess(
-            requested, on_message=progress.show, on_failure=_warn_of_failure, on_restart=_say_restart
+            requested,
+            adapters=named,
+            on_message=progress.show,
+            on_failure=_warn_of_failure,
+            on_restart=_say_restart,
         )
         try:
             asyncio.run(
@@ -113,6 +129,31 @@ def serve(
             progress.close()
             _show_verdict(error)
             raise
+
+
+def _named_adapters(given: list[str], *, model: str) -> "list[NamedAdapter]":
+    """The adapters of `--adapter NAME=DIR`.
+
+    Raises:
+        UsageError: if one has no name or directory, or the name of a different one.
+    """
+    from unisono.base.errors import UsageError
+    from unisono.base.text import one_line
+    from unisono.trainer.plan.task_requests import NamedAdapter
+
+    adapters: list[NamedAdapter] = []
+    for text in given:
+        name, _, target = text.partition("=")
+        if not name or not target:
+            raise UsageError.of(
+                f"{one_line(text)!r} is not NAME=DIR", where="--adapter", fix="--adapter NAME=DIR"
+            )
+        if name == model or any(name == one.name for one in adapters):
+            raise UsageError.of(
+                f"two models have the name {one_line(name)!r}", where="--adapter", fix="choose another name"
+            )
+        adapters.append(NamedAdapter(name, target))
+    return adapters
 
 
 def _warn_of_failure(failed: "FailedAsk") -> None:

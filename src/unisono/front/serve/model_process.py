@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.causes import Verdict
@@ -24,6 +24,7 @@ from unisono.guard.supervise.postmortem import name_task_death, name_task_hang
 from unisono.guard.supervise.task_process import TaskProcess
 from unisono.trainer.plan.talk_messages import (
     Answered,
+    AnswerPiece,
     Ask,
     Begun,
     Drop,
@@ -36,11 +37,11 @@ from unisono.trainer.plan.talk_messages import (
     ServeInput,
     ServeNews,
 )
-from unisono.trainer.plan.task_requests import RequestedModel, ServeRequest
+from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel, ServeRequest
 
-ROWS = 16
+ROWS = 48
 """Answers that are computed together."""
-WAITING = 32
+WAITING = 256
 """Requests that may wait for a place."""
 STOPPED_S = 5.0
 """Seconds of silence of a stopped process, which is certain evidence."""
@@ -147,32 +148,33 @@ class PendingAsk:
     Attributes:
         question: for the task.
         id: of the task's messages.
-        messages: the number of its prompt's tokens, then pieces of the answer, then `Answered`; or
-            an ApiError.
+        messages: `Begun`, then pieces of the answer, then `Answered`; or an ApiError.
     """
 
     question: PromptRequest
     id: int
-    messages: "asyncio.Queue[int | str | Answered | ApiError]" = field(default_factory=asyncio.Queue)
+    messages: "asyncio.Queue[Begun | AnswerPiece | Answered | ApiError]" = field(
+        default_factory=asyncio.Queue
+    )
     since: float = field(default_factory=time.monotonic)
 
-    async def begin(self) -> int:
-        """The number of its prompt's tokens, once it is being answered.
+    async def begin(self) -> Begun:
+        """What is known of its prompt, once it is being answered.
 
         Raises:
             ApiError: if there will be no answer.
         """
-        count = await self._next()
-        assert isinstance(count, int)
-        return count
+        begun = await self._next()
+        assert isinstance(begun, Begun)
+        return begun
 
-    async def _next(self) -> int | str | Answered:
+    async def _next(self) -> Begun | AnswerPiece | Answered:
         message = await self.messages.get()
         if isinstance(message, ApiError):
             raise message
         return message
 
-    async def pieces(self) -> AsyncIterator[str | Answered]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece | Answered]:
         """The pieces of the answer, and what ends it.
 
         Raises:
@@ -180,7 +182,7 @@ class PendingAsk:
         """
         while True:
             message = await self._next()
-            assert not isinstance(message, int)
+            assert not isinstance(message, Begun)
             yield message
             if isinstance(message, Answered):
                 return
@@ -190,6 +192,7 @@ class ModelProcess:
     """A model in a task process. All methods are called in the event loop.
 
     Attributes:
+        adapters: that are served beside the model.
         facts: of the task's message `ready`.
         is_ending: whether new requests are refused.
         failure: why it has ended for good, once `ended` is set.
@@ -199,6 +202,7 @@ class ModelProcess:
         self,
         model: RequestedModel,
         *,
+        adapters: Sequence[NamedAdapter] = (),
         on_message: Show,
         on_failure: Callable[[FailedAsk], None],
         on_restart: Callable[[RankDied], None],
@@ -210,6 +214,7 @@ class ModelProcess:
 
         Args:
             model: what to load.
+            adapters: of the model.
             on_message: gets the messages while it is loaded.
             on_failure: gets requests that failed.
             on_restart: gets the reason of a restart.
@@ -219,7 +224,8 @@ class ModelProcess:
         """
         self._patience_s = patience_s
         self._load_s: float | None = None
-        self._request = encode(ServeRequest(model, ROWS))
+        self.adapters = tuple(adapters)
+        self._request = encode(ServeRequest(model, ROWS, self.adapters))
         self._on_message = on_message
         self._on_failure = on_failure
         self._on_restart = on_restart
@@ -403,11 +409,11 @@ class ModelProcess:
                 self.ready.set()
                 self._fill()
             case Pieces(pieces):
-                for number, text in pieces:
-                    if number in self._running:
-                        self._running[number].messages.put_nowait(text)
-            case Begun(number, count) if number in self._running:
-                self._running[number].messages.put_nowait(count)
+                for piece in pieces:
+                    if piece.id in self._running:
+                        self._running[piece.id].messages.put_nowait(piece)
+            case Begun() if news.id in self._running:
+                self._running[news.id].messages.put_nowait(news)
             case Answered() | RefusedAsk() | FailedAsk():
                 self._finish(news)
             case None if not self.ready.is_set():

@@ -8,7 +8,8 @@ import signal
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,22 @@ from unisono.base.files import open_given
 from unisono.base.text import host_name, one_line
 from unisono.front.http_headers import origin_host
 from unisono.front.http_server import HttpConnection, running_server
-from unisono.front.serve.model_process import ModelProcess, PendingAsk
+from unisono.front.serve.answer_reader import AnswerReader, ThoughtText
+from unisono.front.serve.model_process import ROWS, WAITING, ModelProcess, PendingAsk
 from unisono.front.serve.picture_addresses import MOST_PICTURES, PictureAddresses, picture_parts
 from unisono.front.serve.protocol import (
     ApiError,
     ChatRequest,
+    ChosenAnswer,
     CompletionRequest,
     Objects,
     Usage,
     read_request,
     unknown_model,
 )
+from unisono.front.serve.responses import ResponseObjects, ResponseRequest
 from unisono.guard.facts.network import bind_listener
-from unisono.trainer.plan.talk_messages import Answered
-from unisono.trainer.plan.tool_calls import ToolCallReader
+from unisono.trainer.plan.talk_messages import Answered, AnswerPiece, ScoredToken, Thought
 
 LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20
@@ -49,6 +52,13 @@ _LOADING_S = 2
 _KEEP_ALIVE_S = 30
 _KEY_BYTES = 1 << 16
 _CLOSE_S = 2  # for the last bytes of answers, once all have ended
+_ABSENT = {
+    "/v1/embeddings": "the models of this server write texts, and give no embeddings",
+    "/v1/score": "the models of this server write texts; `unisono eval` has the scores of a reward model",
+    "/v1/load_lora_adapter": "adapters are named at the start: --adapter NAME=DIR",
+    "/v1/unload_lora_adapter": "adapters are named at the start: --adapter NAME=DIR",
+}
+"""Paths of other servers that are not answered, and why."""
 _PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, or a cut network
 
 
@@ -141,6 +151,8 @@ class Api:
         self._model = model
         self._addresses = addresses
         self._name = name
+        # The name of each for clients, and that of its adapter.
+        self._adapters = {name: "", **{one.name: one.name for one in model.adapters}}
         self._keys = keys
         self._created = created
         self._parsing = asyncio.Semaphore(1)
@@ -150,6 +162,7 @@ class Api:
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/responses", self._respond, methods=["POST"]),
             ],
             exception_handlers={
                 ApiError: _show_error,
@@ -168,15 +181,17 @@ class Api:
             await self._app(scope, receive, send)
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description()]})
+        return JSONResponse({"object": "list", "data": [self._description(name) for name in self._adapters]})
 
     async def _one_model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._name:
-            raise unknown_model(request.path_params["model"], self._name)
-        return JSONResponse(self._description())
+        name = request.path_params["model"]
+        if name not in self._adapters:
+            raise unknown_model(name, self._adapters)
+        return JSONResponse(self._description(name))
 
-    def _description(self) -> dict[str, object]:
-        return {"id": self._name, "object": "model", "created": self._created, "owned_by": "unisono"}
+    def _description(self, name: str) -> dict[str, object]:
+        model = {"id": name, "object": "model", "created": self._created, "owned_by": "unisono"}
+        return {**model, "parent": self._name} if self._adapters[name] else model
 
     def _admit(self, headers: Headers) -> None:
         """Refuses strangers, and everybody until the model is loaded.
@@ -230,9 +245,9 @@ class Api:
             )
         data = await _body(request)
         if len(data) <= _LARGE_BYTES:
-            return read_request(kind, data, model=self._name)
+            return read_request(kind, data, models=self._adapters)
         async with self._parsing:
-            return await asyncio.to_thread(read_request, kind, data, model=self._name)
+            return await asyncio.to_thread(read_request, kind, data, models=self._adapters)
 
     async def _fetch_pictures(self, request: Request, messages: Sequence[Any]) -> None:
         """Replaces the addresses of pictures in messages by data URLs.
@@ -250,17 +265,37 @@ class Api:
         if parts:
             await _while_connected(request, self._addresses.fill(parts))
 
+    async def _respond(self, request: Request) -> Response:
+        parsed: ResponseRequest = await self._read(ResponseRequest, request)
+        chat = parsed.chat()
+        asks = await self._submit(request, chat)
+        return await self._send(request, asks, chat, _Response(asks[0], parsed, chat))
+
     async def _answer(self, request: Request, kind: Any) -> Response:
         parsed = await self._read(kind, request)
-        questions = parsed.questions()
+        asks = await self._submit(request, parsed)
+        objects = Objects(parsed.model, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
+        return await self._send(request, asks, parsed, _Answer(asks, objects, parsed))
+
+    async def _submit(self, request: Request, parsed: ChatRequest | CompletionRequest) -> list[PendingAsk]:
+        """Queues the prompts of a request.
+
+        Raises:
+            ApiError: as `ModelProcess.submit`, or if a picture cannot be used.
+        """
+        adapter = self._adapters[parsed.model]
+        questions = [replace(question, adapter=adapter) for question in parsed.questions()]
         await self._fetch_pictures(request, questions[0].messages or ())
-        asks = self._model.submit(questions)
-        answer = _Answer(
-            asks,
-            Objects(self._name, is_chat=kind is ChatRequest),
-            reader=parsed.reader() if kind is ChatRequest else None,
-            shows_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
-        )
+        return self._model.submit(questions)
+
+    async def _send(
+        self,
+        request: Request,
+        asks: list[PendingAsk],
+        parsed: ChatRequest | CompletionRequest,
+        answer: "_Answer | _Response",
+    ) -> Response:
+        """The response to a request, whole or as a stream."""
         try:
             begun = await _while_connected(request, answer.begin())
             if begun is None:
@@ -294,13 +329,13 @@ class _EventStream(StreamingResponse):
 
 @dataclass
 class _Answer:
-    """The answer to one HTTP request, of one or several prompts."""
+    """The answer to one HTTP request, of one or several choices."""
 
     asks: list[PendingAsk]
     objects: Objects
-    reader: ToolCallReader | None
-    shows_usage: bool
+    request: ChatRequest | CompletionRequest
     usage: Usage = field(default_factory=Usage)
+    thoughts: list[Thought] = field(default_factory=list)
 
     async def begin(self) -> bool:
         """Waits until all prompts are being answered.
@@ -308,67 +343,156 @@ class _Answer:
         Raises:
             ApiError: if one is refused.
         """
-        for ask in self.asks:
-            self.usage.prompt += await ask.begin()
+        for number, ask in enumerate(self.asks):
+            begun = await ask.begin()
+            self.thoughts.append(begun.thought)
+            if number % self.request.tries == 0:
+                self.usage.prompt += begun.prompt_tokens
         return True
 
     async def whole(self) -> dict[str, object]:
         """The answer in one object."""
-        texts, ended = [], []
-        for ask in self.asks:
-            text = ""
+        answers = []
+        for ask, thought in zip(self.asks, self.thoughts, strict=True):
+            answer = ChosenAnswer(thought=thought)
             async for piece in ask.pieces():
-                if isinstance(piece, str):
-                    text += piece
+                if isinstance(piece, AnswerPiece):
+                    answer.text += piece.text
+                    answer.tokens += piece.tokens
                 else:
                     self.usage.answer += piece.tokens
-                    ended.append(piece.ended)
-            texts.append(text)
-        return self.objects.whole(texts, ended, self.usage, reader=self.reader)
+                    answer.ended = piece.ended
+            answers.append(answer)
+        return self.objects.whole(self._best(answers), self.usage, reader=self.request.reader)
+
+    def _best(self, answers: list[ChosenAnswer]) -> list[ChosenAnswer]:
+        """The best answers to each prompt, of all tries."""
+        tries, choices = self.request.tries, self.request.choices
+        if tries == choices:
+            return answers
+        groups = [answers[start : start + tries] for start in range(0, len(answers), tries)]
+        return [
+            answer
+            for group in groups
+            for answer in sorted(group, key=lambda one: -one.mean_log_prob)[:choices]
+        ]
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error ends them."""
+        streams = [
+            _ChoiceStream(index, self.objects, self.request.reader(thought))
+            for index, thought in enumerate(self.thoughts)
+        ]
         try:
-            async for index, piece in _merged(self.asks):
-                for value in self._chunks(index, piece):
+            async for index, news in _merged(self.asks):
+                if isinstance(news, Answered):
+                    self.usage.answer += news.tokens
+                for value in streams[index].chunks(news):
                     yield _event(value)
         except ApiError as error:
             yield _event(error.body())
             return
-        if self.shows_usage:
+        if self.request.stream_options and self.request.stream_options.include_usage:
             yield _event(self.objects.usage(self.usage))
         yield "data: [DONE]\n\n"
 
-    _begun: set[int] = field(default_factory=set)
 
-    def _chunks(self, index: int, piece: str | Answered) -> Iterator[dict[str, object]]:
-        if index not in self._begun:
-            self._begun.add(index)
-            if self.objects.is_chat:
-                yield self.objects.first(index)
-        if isinstance(piece, str):
-            yield from self._parts(index, piece, is_last=False)
+@dataclass
+class _Response:
+    """The answer to one request of /v1/responses."""
+
+    ask: PendingAsk
+    request: ResponseRequest
+    chat: ChatRequest
+    _objects: ResponseObjects | None = None
+
+    async def begin(self) -> bool:
+        """Waits until the prompt is being answered.
+
+        Raises:
+            ApiError: if it is refused.
+        """
+        begun = await self.ask.begin()
+        reader = self.chat.reader(begun.thought)
+        self._objects = ResponseObjects(self.request, reader, begun.prompt_tokens)
+        return True
+
+    async def whole(self) -> dict[str, object]:
+        """The answer in one object."""
+        assert self._objects is not None
+        async for piece in self.ask.pieces():
+            for _ in self._objects.take(piece):
+                pass
+        return self._objects.whole()
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events; an error ends them."""
+        assert self._objects is not None
+        for value in self._objects.begin():
+            yield _named_event(value)
+        try:
+            async for piece in self.ask.pieces():
+                for value in self._objects.take(piece):
+                    yield _named_event(value)
+        except ApiError as error:
+            value = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+            yield _named_event(value)
+
+
+@dataclass
+class _ChoiceStream:
+    """The chunks of one choice."""
+
+    index: int
+    objects: Objects
+    reader: AnswerReader | None
+    _has_begun: bool = False
+    _tokens: list[ScoredToken] = field(default_factory=list)  # that no chunk has had
+    _offset: int = 0
+
+    def chunks(self, news: AnswerPiece | Answered) -> Iterator[dict[str, object]]:
+        """The chunks of what is new."""
+        if not self._has_begun and self.objects.is_chat:
+            yield self.objects.first(self.index)
+        self._has_begun = True
+        if isinstance(news, AnswerPiece):
+            self._tokens += news.tokens
+            yield from self._parts(news.text, is_last=False)
             return
-        yield from self._parts(index, "", is_last=True)
-        self.usage.answer += piece.tokens
-        yield self.objects.last(index, self.objects.ended(piece.ended, self.reader))
+        yield from self._parts("", is_last=True)
+        if self._tokens:
+            yield self._text("")
+        yield self.objects.last(self.index, self.objects.ended(news.ended, self.reader))
 
-    def _parts(self, index: int, text: str, *, is_last: bool) -> Iterator[dict[str, object]]:
+    def _parts(self, text: str, *, is_last: bool) -> Iterator[dict[str, object]]:
         """The chunks of a piece of the answer."""
         if self.reader is None:
             if text:
-                yield self.objects.piece(index, text)
+                yield self._text(text)
             return
         number = self.reader.calls
-        for part in (*self.reader.push(text), *(self.reader.close() if is_last else ())):
+        parts = [*self.reader.push(text), *(self.reader.close() if is_last else ())]
+        for part in parts:
             if isinstance(part, str):
-                yield self.objects.piece(index, part)
+                yield self._text(part)
+            elif isinstance(part, ThoughtText):
+                yield self.objects.thought(self.index, part.text, self._taken())
             else:
-                yield from self.objects.call(index, number, part)
+                yield from self.objects.call(self.index, number, part)
                 number += 1
 
+    def _text(self, text: str) -> dict[str, object]:
+        offset, tokens = self._offset, self._taken()
+        return self.objects.piece(self.index, text, tokens, offset=offset)
 
-async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, str | Answered]]:
+    def _taken(self) -> list[ScoredToken]:
+        """The tokens for the next chunk."""
+        tokens, self._tokens = self._tokens, []
+        self._offset += sum(len(token.text) for token in tokens)
+        return tokens
+
+
+async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, AnswerPiece | Answered]]:
     """The pieces of several prompts as they come, with the prompt's index.
 
     Raises:
@@ -378,7 +502,7 @@ async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, str | 
         async for piece in asks[0].pieces():
             yield 0, piece
         return
-    messages: asyncio.Queue[tuple[int, str | Answered | ApiError]] = asyncio.Queue()
+    messages: asyncio.Queue[tuple[int, AnswerPiece | Answered | ApiError]] = asyncio.Queue()
 
     async def pass_on(index: int) -> None:
         try:
@@ -403,6 +527,10 @@ async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, str | 
 
 def _event(value: dict[str, object]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _named_event(value: dict[str, object]) -> str:
+    return f"event: {value['type']}\n{_event(value)}"
 
 
 async def _body(request: Request) -> bytes:
@@ -465,7 +593,9 @@ async def _show_error(_: Request, error: Exception) -> Response:
 
 async def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {one_line(request.scope['path'], limit=100)}: {error.detail}"
+    path = request.scope["path"]
+    why = _ABSENT.get(path, error.detail) if error.status_code == HTTPStatus.NOT_FOUND else error.detail
+    what = f"{request.method} {one_line(path, limit=100)}: {why}"
     return _error_response(ApiError(error.status_code, what))
 
 
@@ -475,8 +605,9 @@ async def _show_defect(_: Request, error: Exception) -> Response:
 
 
 class _ClientConnection(HttpConnection):
-    """A connection of a client."""
+    """A connection of a client; one machine may send as many requests at once as are served."""
 
+    most_waiting = ROWS + WAITING
     refusal = _error_response(
         ApiError(503, "all connections of this server are in use", code="connections", retry_after_s=1)
     )

@@ -12,8 +12,8 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from unisono.base.files import TEMPLATE_BYTES, expand, read_given, read_object
 from unisono.base.text import one_line
 from unisono.guard.facts.limits import limit_memory
 from unisono.trainer.data import Messages, RowError, ThoughtKey
-from unisono.trainer.data.formats import all_strings, holds_surrogate
+from unisono.trainer.data.formats import all_strings, holds_surrogate, shown
 from unisono.trainer.data.thoughts import key_in
 
 # For tokenizers without a template. END is the end-of-turn token, or else the end-of-sequence
@@ -36,6 +36,12 @@ _CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Arguments of apply_chat_template, which it would not pass on.
+_CONVERSATION = {
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 _FILE = "the file "
 _QUESTION, _ANSWER, _THOUGHT = "unisonoquestion", "unisonoanswer", "unisonothought"
 
@@ -49,12 +55,14 @@ class ChatTemplate:
         text: the argument of apply_chat_template; None for the tokenizer's own template.
         origin: where it comes from, for messages.
         known_stops: the stop tokens of the tokenizer and generation_config.json.
+        settings: variables of the template, besides messages and tools.
     """
 
     tokenizer: Any
     text: str | None
     origin: str
     known_stops: tuple[str, ...] = ()
+    settings: Mapping[str, object] = field(default_factory=dict, kw_only=True)
 
     def render(
         self,
@@ -97,7 +105,7 @@ class ChatTemplate:
             return None
 
     def _rendered(self, messages: Messages, tools: list[Any] | None, *, prompt: bool) -> str:
-        direct = self._direct if tools is None and _are_plain(messages) else None
+        direct = self._direct if tools is None and not self.settings and _are_plain(messages) else None
         agrees = direct is not None and direct.agrees.get(prompt)
         if direct is not None and agrees:
             return self._bounded(lambda: direct.render(messages, prompt=prompt))
@@ -108,6 +116,7 @@ class ChatTemplate:
                 chat_template=self.text,
                 add_generation_prompt=prompt,
                 tokenize=False,
+                **self.settings,
             )
         )
         if direct is not None and agrees is None:
@@ -209,6 +218,21 @@ class ChatTemplate:
     def source(self, tools: list[Any] | None = None) -> str:
         """The template's own text."""
         return self.text if self.text is not None else self.tokenizer.get_chat_template(tools=tools)
+
+    def reads_setting(self, name: str) -> bool:
+        """Whether it reads a variable of this name that is not one of the conversation's."""
+        return name not in _CONVERSATION and bool(re.search(rf"\b{re.escape(name)}\b", self.source()))
+
+    def with_settings(self, settings: Mapping[str, object]) -> "ChatTemplate":
+        """The template with variables of its own.
+
+        Raises:
+            RowError: if it does not read one of them.
+        """
+        for name in settings:
+            if not name.isidentifier() or not self.reads_setting(name):
+                raise RowError(f"the chat template reads no variable {shown(name)}", "remove it")
+        return replace(self, settings={**self.settings, **settings})
 
     @cached_property
     def marks_answers(self) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from transformers import DynamicCache
@@ -42,11 +42,42 @@ _PROMPT_TOKENS = (
     2_048  # of prompts that are read together, with padding: a short one does not wait for a long one
 )
 _COPIED = 1 << 24  # logits in a copy for drawing tokens
+_SCORED = 1 << 26  # logits of a part of a prompt whose tokens are scored
 _ROWS = 64  # of `answer_prompts`: more gain little on CPU
 _FIRST_PART = 64  # tokens of the first part of a prompt, before the speed is known
 _PART_TOKENS = 8_192  # at most, with padding
 _PART_S = 1.0  # of a part that delays nobody: how soon a request that comes meanwhile can begin
 _DELAY_S = 0.1  # of a part that delays running answers
+
+
+class TokenGrammar(Protocol):
+    """What the next token of an answer may be."""
+
+    def take(self, token: int) -> None:
+        """Continues after a token.
+
+        Raises:
+            ValueError: if it was not allowed.
+        """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """How likely a token was, by the logits of the model alone.
+
+    Attributes:
+        token: its id.
+        log_prob: its own.
+        top: the most likely tokens in its place, with their log-probabilities.
+    """
+
+    token: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(eq=False)
@@ -64,6 +95,11 @@ class GeneratedAnswer:
         log_probs: of each token, and of the stop token, at the temperature of the sampling; if the
             engine has them.
         pictures: of the prompt; None: it has none.
+        grammar: selects among its tokens; None: all.
+        top: most likely tokens in each place that `scores` have; None: there are no scores.
+        scores: of each token, and of the stop token.
+        prompt_scores: of each token of the prompt but the first, which get them if this is a list;
+            None: they get none.
     """
 
     prompt: Sequence[int]
@@ -76,6 +112,10 @@ class GeneratedAnswer:
     stop_token: int | None = None
     log_probs: list[float] = field(default_factory=list)
     pictures: PictureInputs | None = None
+    grammar: TokenGrammar | None = None
+    top: int | None = None
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] | None = None
 
 
 class Engine:
@@ -99,6 +139,7 @@ class Engine:
         together: bool = True,
         part_tokens: int | None = None,
         with_log_probs: bool = False,
+        allow: Callable[[torch.Tensor, Sequence[TokenGrammar]], None] | None = None,
     ) -> None:
         """An engine for a model, which the caller has put into `ready`.
 
@@ -111,8 +152,11 @@ class Engine:
             part_tokens: of a prompt in one forward, so that the same answers are always computed in
                 the same way; None: what measured times allow.
             with_log_probs: whether answers get the log-probabilities of their tokens.
+            allow: removes what their grammars do not allow from logits (R, V), in place; only
+                answers with a grammar need it.
         """
         self._with_log_probs = with_log_probs
+        self._allow = allow
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._stop_ids = stop_ids
         self._pad_id = pad_id
@@ -124,6 +168,7 @@ class Engine:
         self._token_s: float | None = None  # of the latest part of a prompt
         self._latest_part = _FIRST_PART // 2
         self._takes = inspect.signature(self._base.forward).parameters
+        self._vocabulary = int(self._base.get_input_embeddings().weight.shape[0])
         self.waiting: list[GeneratedAnswer] = []
 
     @contextmanager
@@ -209,6 +254,8 @@ class Engine:
         # A part may take as long as the token of the running answers, which it delays.
         most_s = max(_DELAY_S, time.perf_counter() - since) if self._batches else _PART_S
         columns = max(1, self._part_tokens(most_s) // len(batch.unread))
+        if batch.scores_prompts:
+            columns = min(columns, max(1, _SCORED // (len(batch.unread) * self._vocabulary)))
         began, moved = time.perf_counter(), []
         is_whole = columns >= batch.unread.shape[1] or batch.pictures is not None
         tokens = len(batch.unread) * (batch.unread.shape[1] if is_whole else columns)
@@ -257,6 +304,8 @@ class Engine:
                 break
             if self._together and begun and not _share_pictures(begun[-1], answer):
                 break
+            if begun and (answer.prompt_scores is None) != (begun[-1].prompt_scores is None):
+                break  # all logits of a prompt are a lot
             begun.append(answer)
         self.waiting = self.waiting[len(begun) :]
         if not self._together:
@@ -266,26 +315,73 @@ class Engine:
     def _advance(self, batch: "_Batch") -> list[GeneratedAnswer]:
         """Computes one token of each answer of a batch."""
         logits = batch.next_logits(self._base, self._takes)
+        scored = [row for row, answer in enumerate(batch.answers) if answer.top is not None]
+        raw = logits[scored] if scored else logits[:0]  # a copy
+        adjust_logits(logits, batch.answers)
+        self._apply_grammars(logits, batch.answers)
         chosen, finite = _choose(logits, batch.answers)
         if self.on_failure is not None:
             chosen = chosen.where(finite, -1)
         batch.unread = chosen[:, None].clamp(min=0)
+        self._score(batch, scored, raw)
         if self._with_log_probs:
             for answer, value in zip(batch.answers, _log_probs(logits, batch), strict=True):
                 answer.log_probs.append(value)
         for answer, token in zip(batch.answers, chosen.tolist(), strict=True):  # waits for the device
+            if answer.max_new_tokens == 0:  # only its prompt is scored
+                answer.ended = "length"
+                continue
             if token < 0:
                 self._fail(
                     [answer], ArithmeticError("the model computes no finite number for the next token")
                 )
                 continue
+            self._follow_grammar(answer, token)
+            if answer.ended == "failed":
+                continue
             if token in self._stop_ids:
                 answer.ended, answer.stop_token = "stop", token
                 continue
             answer.tokens.append(token)
-            if len(answer.tokens) >= answer.max_new_tokens:
+            if answer.ended is None and len(answer.tokens) >= answer.max_new_tokens:
                 answer.ended = "length"
         return batch.answers
+
+    @staticmethod
+    def _score(batch: "_Batch", rows: list[int], logits: torch.Tensor) -> None:
+        """Gives answers, the rows of a batch, the scores of their next tokens by logits (R, V)."""
+        answers = [batch.answers[row] for row in rows]
+        tops = [answer.top or 0 for answer in answers]
+        for answer, score in zip(answers, token_scores(logits, batch.unread[rows, 0], tops), strict=True):
+            if answer.max_new_tokens:
+                answer.scores.append(score)
+
+    def _apply_grammars(self, logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> None:
+        """Removes from logits (B, V) what the grammars of their answers do not allow."""
+        rows, grammars = [], []
+        for row, answer in enumerate(answers):
+            if answer.grammar is not None:
+                rows.append(row)
+                grammars.append(answer.grammar)
+        if not rows:
+            return
+        assert self._allow is not None, "the engine has no grammars"
+        allowed = logits[rows]
+        self._allow(allowed, grammars)
+        logits[rows] = allowed
+
+    def _follow_grammar(self, answer: GeneratedAnswer, token: int) -> None:
+        if answer.grammar is None:
+            return
+        try:
+            answer.grammar.take(token)
+        except ValueError as error:
+            if self.on_failure is None:
+                raise
+            self._fail([answer], error)
+        else:
+            if answer.grammar.is_over:
+                answer.ended = "stop"
 
 
 def answer_prompts(
@@ -393,6 +489,7 @@ class _Batch:
         pictures: of the only prompt, until it has been read; else None.
         shifts: (B,), or (P,) while prompts are read: what is added to the place of a token for its
             position. Pictures have fewer positions than tokens in some models.
+        scores_prompts: whether the tokens of prompts are scored, until they have been read.
     """
 
     def __init__(
@@ -408,6 +505,7 @@ class _Batch:
         self.mask = mask
         self.unread = unread
         self.pictures = answers[0].pictures
+        self.scores_prompts = answers[0].prompt_scores is not None
         self.shifts = mask.new_zeros(len(mask))
         self._cache = cache
         self._prompts: list[int] | None = prompts  # None: they have been read
@@ -433,7 +531,8 @@ class _Batch:
         """Moves so many columns of what is unread into the cache."""
         unread = self.unread[:, columns:]
         self.unread = self.unread[:, :columns]
-        self.forward(base, takes)[0, 0].item()  # waits for the device: the time is measured
+        # Waits for the device: the time is measured.
+        self.forward(base, takes, following=unread[:, :1])[0, 0].item()
         self.unread = unread
 
     def next_logits(self, base: Any, takes: Any) -> torch.Tensor:
@@ -442,6 +541,7 @@ class _Batch:
         if self._prompts is None:
             return logits
         rows, self._prompts = self._prompts, None
+        self.scores_prompts = False
         if rows == [*range(len(self.mask))]:
             return logits
         index = torch.tensor(rows, device=self.mask.device)
@@ -450,8 +550,14 @@ class _Batch:
             layer.keys, layer.values = layer.keys[index], layer.values[index]
         return logits[index]
 
-    def forward(self, base: Any, takes: Any) -> torch.Tensor:
-        """(B, V) float32: logits after what is unread, (P, V) while prompts are read."""
+    def forward(self, base: Any, takes: Any, *, following: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, V) float32: logits after what is unread, (P, V) while prompts are read.
+
+        Args:
+            base: the model.
+            takes: its arguments.
+            following: (P, 1) tokens after a part of prompts; None: it is the last.
+        """
         length = self._length + self.unread.shape[1]
         if self.mask.shape[1] < length:
             self.mask = torch.nn.functional.pad(self.mask, (0, self.unread.shape[1]), value=1)
@@ -463,8 +569,30 @@ class _Batch:
             places = (mask.cumsum(-1) - 1 + self.shifts[:, None]).clamp(min=0)
             inputs["position_ids"] = places[:, -self.unread.shape[1] :]
         if "logits_to_keep" in takes:
-            inputs["logits_to_keep"] = 1
-        return base(**inputs, past_key_values=self._cache, use_cache=True).logits[:, -1].float()
+            inputs["logits_to_keep"] = 0 if self.scores_prompts else 1
+        logits = base(**inputs, past_key_values=self._cache, use_cache=True).logits
+        if self.scores_prompts:
+            self._score_part(logits, following)
+        return logits[:, -1].float()
+
+    def _score_part(self, logits: torch.Tensor, following: torch.Tensor | None) -> None:
+        """Gives the answers scores of the prompts' tokens after each of a part, by its logits
+        (P, n, V).
+        """
+        assert self._prompts is not None
+        tokens = self.unread[:, 1:] if following is None else torch.cat([self.unread[:, 1:], following], 1)
+        first = self._length - self.unread.shape[1]
+        for row in set(self._prompts):
+            answers = [answer for answer, its in zip(self.answers, self._prompts, strict=True) if its == row]
+            gap = max(0, int(self.mask[row].argmax()) - first)
+            top = max(answer.top or 0 for answer in answers)
+            count = tokens.shape[1] - gap
+            if count < 1:
+                continue
+            scores = token_scores(logits[row, gap : gap + count].float(), tokens[row, gap:], [top] * count)
+            for answer in answers:
+                assert answer.prompt_scores is not None
+                answer.prompt_scores += scores
 
     def _first_inputs(self, base: Any, takes: Any) -> dict[str, torch.Tensor]:
         """The pictures of the prompt, and positions as the model counts them."""
@@ -584,14 +712,45 @@ def _parts(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
+def token_scores(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenScore]:
+    """Scores of tokens (R,) by logits (R, V) float32, with so many of the most likely ones in each
+    row.
+    """
+    if not len(tokens):
+        return []
+    norms = logits.logsumexp(dim=-1, keepdim=True)
+    own = (logits.gather(1, tokens[:, None]) - norms)[:, 0].tolist()
+    best = torch.topk(logits, min(max(tops), logits.shape[1]), dim=-1)
+    values, ids = (best.values - norms).tolist(), best.indices.tolist()
+    return [
+        TokenScore(token, own[row], tuple(zip(ids[row][:top], values[row][:top], strict=True)))
+        for row, (token, top) in enumerate(zip(tokens.tolist(), tops, strict=True))
+    ]
+
+
+def adjust_logits(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> None:
+    """Applies the biases and penalties of answers to their logits (B, V), in place."""
+    for row, answer in enumerate(answers):
+        sampling = answer.sampling
+        if sampling.logit_bias:
+            tokens, biases = zip(*sampling.logit_bias, strict=True)
+            index = torch.tensor(tokens, device=logits.device)
+            logits[row, index] += torch.tensor(biases, device=logits.device)
+        if sampling.repetition_penalty != 1:
+            seen = torch.tensor([[*answer.prompt, *answer.tokens]], device=logits.device)
+            logits[row : row + 1] = penalized(logits[row : row + 1], seen, sampling.repetition_penalty)
+        if (sampling.presence_penalty or sampling.frequency_penalty) and answer.tokens:
+            index = torch.tensor(answer.tokens, device=logits.device)
+            counts = torch.zeros_like(logits[row]).index_add_(
+                0, index, torch.ones_like(index, dtype=torch.float)
+            )
+            logits[row] -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+
+
 def _choose(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, V) logits → (B,) tokens, and (B,) whether the largest logit is finite, which it is not
     where any is NaN.
     """
-    for row, answer in enumerate(answers):
-        if answer.sampling.repetition_penalty != 1:
-            seen = torch.tensor([[*answer.prompt, *answer.tokens]], device=logits.device)
-            logits[row : row + 1] = penalized(logits[row : row + 1], seen, answer.sampling.repetition_penalty)
     largest, chosen = logits.max(dim=-1)
     for rows in (part for alike in _rows_by_sampling(answers) for part in _parts(alike, logits)):
         numbers = [_random_number(answers[row]) for row in rows]
@@ -602,11 +761,12 @@ def _choose(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> tuple[t
 
 def _rows_by_sampling(answers: Sequence[GeneratedAnswer]) -> list[list[int]]:
     """The rows that are sampled, those with equal settings together."""
-    rows: dict[tuple[float, float, int], list[int]] = {}
+    rows: dict[tuple[float, ...], list[int]] = {}
     for row, answer in enumerate(answers):
         sampling = answer.sampling
         if sampling.temperature > 0:
-            rows.setdefault((sampling.temperature, sampling.top_p, sampling.top_k), []).append(row)
+            key = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+            rows.setdefault(key, []).append(row)
     return list(rows.values())
 
 

@@ -6,6 +6,7 @@ Letters: B rows of a batch, L tokens so far, V vocabulary.
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -310,6 +311,8 @@ def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: SamplingP
     exact = scores.double()
     # The largest is 0, so that no temperature, however small, divides to infinity.
     exact = (exact - exact.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
+    if sampling.min_p:
+        exact.masked_fill_(exact < math.log(sampling.min_p), -torch.inf)
     if not sampling.top_k and sampling.top_p == 1:
         edges = exact.exp_().cumsum(dim=-1)  # their sum need not be 1
         chosen = torch.searchsorted(edges, numbers * edges[:, -1:], right=True)

@@ -1,7 +1,7 @@
 """What the tasks `chat` and `serve` and their fronts send each other."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, cast
 
 from unisono.base.messages import TalkNews
 from unisono.guard.supervise.codec import encode_message
@@ -9,6 +9,11 @@ from unisono.trainer.plan.task_requests import SamplingParams
 
 PICTURE_TAG = "<image>"
 """Where a picture belongs in a text, as in rows."""
+
+Thought = Literal["none", "possible", "open"]
+"""Whether an answer has no thought, may begin with one, or continues one that the prompt opens."""
+THOUGHT_MARKS = ("<think>", "</think>")
+"""What models write around thoughts."""
 
 
 def with_places(text: str, count: int) -> str:
@@ -107,25 +112,58 @@ class RefusedTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """What an answer has to be: a grammar selects among its tokens.
+
+    Attributes:
+        schema: JSON schema of the text; None: any text.
+        tools: functions whose calls follow their schemas, as in OpenAI's protocol.
+        must_call: whether the answer is one or more of these calls.
+        one_call: whether it has at most one.
+    """
+
+    schema: dict[str, Any] | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    must_call: bool = False
+    one_call: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRequest:
     """A prompt.
 
     Attributes:
+        adapter: the name of the adapter that answers; empty: the model itself.
         messages: of a chat, with `tools`, both as in OpenAI's protocol; None: `prompt` is to be
             continued, a text or its tokens.
+        continues: whether the last message is the beginning of the answer.
+        template_settings: variables of the chat template.
+        effort: of the reasoning, by OpenAI's words; None: that of the template.
         max_tokens: None: what the context has room for.
         place: of the random stream, among those of the same seed.
         marks: special tokens that are part of the answer's text.
+        form: None: any text.
+        top: most likely tokens in each place that are given with the log-probability of the
+            answer's; None: no log-probabilities.
+        echo: whether the prompt is given before the answer, with its log-probabilities if `top` is
+            not None.
     """
 
+    adapter: str = ""
     messages: list[Any] | None = None
     tools: list[Any] | None = None
+    continues: bool = False
+    template_settings: dict[str, Any] = field(default_factory=dict)
+    effort: str | None = None
     prompt: str | list[int] = ""
     max_tokens: int | None
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     place: int = 0
     marks: tuple[str, ...] = ()
+    form: AnswerForm | None = None
+    top: int | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +195,52 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request is being answered."""
+    """A request is being answered.
+
+    Attributes:
+        thought: whether the answer may begin with a thought, by its prompt.
+    """
 
     kind: ClassVar = "begun"
     id: int
     prompt_tokens: int
+    thought: Thought = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt or answer.
+
+    Attributes:
+        text: its own; that of a part of a character is U+FFFD.
+        log_prob: before penalties and temperature; None: nothing precedes it.
+        top: the most likely tokens in its place.
+        is_stop: whether it ended the answer, whose text it is not part of.
+    """
+
+    text: str
+    log_prob: float | None
+    top: tuple[tuple[str, float], ...] = ()
+    is_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """New text of a request, and its new tokens if it gets log-probabilities; the text may lag
+    behind the tokens.
+    """
+
+    id: int
+    text: str
+    tokens: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Id and new text of all requests that got some."""
+    """What is new of all requests that got something."""
 
     kind: ClassVar = "pieces"
-    pieces: tuple[tuple[int, str], ...]
+    pieces: tuple[AnswerPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +258,7 @@ class RefusedAsk:
     """Why a request has no answer.
 
     Attributes:
-        problem: messages, tools or prompt: the part of the request; `length`: its number of tokens.
+        problem: the parameter of the request, or `length`: its number of tokens.
     """
 
     kind: ClassVar = "refused_ask"

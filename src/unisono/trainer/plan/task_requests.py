@@ -44,8 +44,12 @@ class SamplingParams:
         temperature: 0 selects the most likely token, else the logits are divided by it.
         top_p: only the most likely tokens that together reach this probability can be sampled.
         top_k: only this many of the most likely tokens can be sampled; 0: all.
+        min_p: only tokens with at least this share of the largest probability can be sampled.
         repetition_penalty: the logits of all tokens of prompt and answer so far are divided by it,
             or multiplied where negative (arXiv:1909.05858); 1: unchanged.
+        presence_penalty: subtracted from the logits of all tokens that the answer has.
+        frequency_penalty: subtracted from the logit of a token as often as the answer has it.
+        logit_bias: tokens, and what is added to their logits.
         beams: above 1, with temperature 0: the most likely answer that a search with so many
             candidates finds.
         length_penalty: with beams: the exponent of an answer's length, by which its log-probability
@@ -56,7 +60,11 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     beams: int = 1
     length_penalty: float = 1.0
     seed: int = 0
@@ -322,11 +330,24 @@ class ConversationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter of a model that is served under a name of its own; `target`: RUN|MODEL."""
+
+    name: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServeRequest:
-    """Answers to requests from stdin, `rows` of them computed together."""
+    """Answers to requests from stdin, `rows` of them computed together.
+
+    Attributes:
+        adapters: of the model, which must be a base model then.
+    """
 
     model: RequestedModel
     rows: int
+    adapters: tuple[NamedAdapter, ...] = ()
 
 
 class Drawn(TypedDict):

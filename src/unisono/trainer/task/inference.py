@@ -68,7 +68,8 @@ from unisono.trainer.model.quantization import (
     quantized_load,
 )
 from unisono.trainer.plan.families import family_at, need_decoder
-from unisono.trainer.plan.task_requests import RequestedModel
+from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel
+from unisono.trainer.task.several_adapters import PlacedAdapter, find_adapters
 from unisono.trainer.task.target import Target, requested_target, verify_target
 
 _PART_CHARACTERS = 65_536
@@ -95,6 +96,7 @@ class InferenceModel:
         processor: of pictures; None if prompts have none.
         pixels: the bounds of pictures in training.
         blind: why prompts have no pictures.
+        adapters: that take turns on the model.
     """
 
     target: Target
@@ -105,6 +107,14 @@ class InferenceModel:
     processor: PictureProcessor | None = None
     pixels: PixelsSection = field(default_factory=PixelsSection)
     blind: str = ""
+    adapters: tuple[PlacedAdapter, ...] = ()
+
+    def with_adapter(self, adapter: PlacedAdapter) -> "InferenceModel":
+        """The model with the tokenizer and template of one of its adapters."""
+        tokenizer = adapter_tokenizer(adapter.target)
+        forward = replace(self.forward, loaded=replace(self.forward.loaded, tokenizer=tokenizer))
+        template = template_of(adapter.target, tokenizer)
+        return replace(self, target=adapter.target, forward=forward, template=template)
 
     @property
     def tokenizer(self) -> Any:
@@ -183,7 +193,12 @@ def refuse_code(uses: Sequence[str], *, where: str) -> None:
 
 
 def open_requested(
-    request: RequestedModel, report: Reporter, *, answers: bool = True, sees: bool | None = False
+    request: RequestedModel,
+    report: Reporter,
+    *,
+    answers: bool = True,
+    sees: bool | None = False,
+    adapters: Sequence[NamedAdapter] = (),
 ) -> InferenceModel:
     """Finds and loads what a task's request names.
 
@@ -192,9 +207,10 @@ def open_requested(
         report: to the front.
         answers: whether it has to write answers, which a reward model cannot.
         sees: whether prompts have pictures; None: they may, if the model reads any.
+        adapters: that take turns on it; prompts have no pictures then.
 
     Raises:
-        UnisonoError: as `open_for_inference`.
+        UnisonoError: as `open_for_inference`, and `find_adapters`.
     """
     report.phase("locate", f"looking for {request.target}")
     if family_at(Path(request.target).expanduser()).draws:
@@ -213,7 +229,11 @@ def open_requested(
             fix=f"rate the answers of pairs: unisono eval {shlex.quote(target.name)} --data FILE",
         )
     verify_target(target, report)
+    placed = find_adapters(adapters, target, report)
     report.phase("load_model", f"loading {target.description}")
+    if placed:
+        blind = "several adapters share the model, and their prompts have no pictures"
+        return replace(_open(target, None, placed), blind=blind)
     if sees is not None:
         return _open(target, _processor_of(target) if sees else None)
     processor, blind = _sight_of(target, report)
@@ -225,11 +245,15 @@ def open_requested(
     return replace(_open(target, None), blind=blind)
 
 
-def _open(target: Target, processor: PictureProcessor | None) -> InferenceModel:
+def _open(
+    target: Target, processor: PictureProcessor | None, adapters: tuple[PlacedAdapter, ...] = ()
+) -> InferenceModel:
     """The model, with its vision part if there is a processor of pictures."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
     loaded = load_target(target, dtype=dtype, device=device, keeps_parts=processor is not None)
+    if adapters:
+        loaded = _with_adapters(loaded, adapters, device)
     probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
@@ -252,7 +276,9 @@ def _open(target: Target, processor: PictureProcessor | None) -> InferenceModel:
     )
     loaded.model.eval()
     pixels = plan.config.data.pixels if plan is not None else PixelsSection()
-    return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor, pixels)
+    return InferenceModel(
+        target, forward, template, _context(loaded.base), dtype, processor, pixels, adapters=adapters
+    )
 
 
 def _sight_of(target: Target, report: Reporter) -> tuple[PictureProcessor | None, str]:
@@ -596,8 +622,45 @@ def _load(target: Target, *, dtype: str, device: torch.device, keeps_parts: bool
     return _loaded(model, base, tokenizer, trainable)
 
 
-def _with_adapter(base: Any, directory: Path, target: Target, device: torch.device) -> Any:
-    """The peft model of a base model and the adapter in a directory.
+def _with_adapters(
+    loaded: LoadedModel, adapters: Sequence[PlacedAdapter], device: torch.device
+) -> LoadedModel:
+    """The model with all adapters on it, none of which is trained.
+
+    Raises:
+        UsageError: if one resizes the vocabulary, which the others share.
+        ModelError: if one does not match the model.
+    """
+    rows = loaded.base.get_input_embeddings().weight.shape[0]
+    model: Any = None
+    for adapter in adapters:
+        header = read_safetensors_header(adapter.target.weights / ADAPTER_FILE)
+        odd = next((t for t in header if t.name.endswith("embed_tokens.weight") and t.shape[0] != rows), None)
+        if odd is not None:
+            raise UsageError.of(
+                f"{adapter.target.name} has a vocabulary of {odd.shape[0]} tokens, and the model {rows}",
+                where=f"--adapter {adapter.name}",
+                fix="serve it alone",
+            )
+        model = _with_adapter(
+            loaded.base, adapter.target.weights, adapter.target, device, key=adapter.key, model=model
+        )
+    assert model is not None
+    model.requires_grad_(False)
+    return replace(loaded, model=model.eval())
+
+
+def _with_adapter(
+    base: Any,
+    directory: Path,
+    target: Target,
+    device: torch.device,
+    *,
+    key: str = "default",
+    model: Any = None,
+) -> Any:
+    """The peft model of a base model and the adapter in a directory, which has the name `key` in
+    it; `model`: the peft model with those before.
 
     Raises:
         ModelError: if they do not match.
@@ -610,8 +673,11 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
     try:
         with warnings.catch_warnings(), parameters_of_experts(base):
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
+            if model is not None:
+                model.load_adapter(str(directory), adapter_name=key, torch_device=str(device))
+                return model
             return PeftModel.from_pretrained(
-                base, str(directory), is_trainable=True, torch_device=str(device)
+                base, str(directory), adapter_name=key, is_trainable=True, torch_device=str(device)
             )
     except (*LIBRARY_ERRORS, UserWarning) as error:
         raise _adapter_mismatch(directory, target.base, error) from error

@@ -22,18 +22,35 @@ import torch
 from unisono.base import child
 from unisono.base.errors import UnisonoError
 from unisono.base.events import describe_crash
+from unisono.base.text import one_line
 from unisono.guard.facts.limits import memory_limited
 from unisono.guard.supervise.task_process import how_it_ended
 from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.formats import messages_of
 from unisono.trainer.data.pictures.decoding import MOST_PIXELS, BadPictureError
-from unisono.trainer.data.template import ChatTemplate
+from unisono.trainer.data.template import ChatTemplate, common_beginning
 from unisono.trainer.model.forward import PictureInputs
-from unisono.trainer.plan.talk_messages import Ask, FailedAsk, PromptRequest, RefusedAsk
+from unisono.trainer.model.token_grammars import GrammarError, LLGrammar, TokenGrammars
+from unisono.trainer.plan.talk_messages import (
+    THOUGHT_MARKS,
+    AnswerForm,
+    Ask,
+    FailedAsk,
+    PromptRequest,
+    RefusedAsk,
+    Thought,
+)
+from unisono.trainer.task.answer_grammars import (
+    TAGGED,
+    CallForm,
+    GrammarWriter,
+    call_form_of,
+    special_marks,
+)
 from unisono.trainer.task.generation import ids_with_pictures, tokens_of_text
-from unisono.trainer.task.inference import InferenceModel, TooManyTokens
-from unisono.trainer.task.prompt_pictures import read_picture, take_sent
+from unisono.trainer.task.inference import InferenceModel, TooManyTokens, encode_prompt
+from unisono.trainer.task.prompt_pictures import read_picture, take_sent, with_expansions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,6 +64,9 @@ _MEMORY_BYTES = 2 << 30
 _TOO_MUCH = f"more than {_MEMORY_BYTES >> 30} GiB of memory"
 _ROLES = {"developer": "system"}
 """Roles of OpenAI's protocol that no template knows, and what they mean."""
+_THOUGHT_TOKENS = 16  # at the end of a prompt, which show whether it opens a thought
+_EFFORT_SETTINGS = ("reasoning_effort", "enable_thinking", "thinking")
+"""Variables by which chat templates let a model think more or less, or not at all."""
 _PROBE = [{"role": "user", "content": "hello"}]
 _PROBE_TOOL = {
     "type": "function",
@@ -58,7 +78,7 @@ class RefusedPrompt(Exception):  # noqa: N818 - named for what happened
     """A request that cannot be answered.
 
     Attributes:
-        problem: messages, tools or prompt: the part of the request; `length`: its number of tokens.
+        problem: the parameter of the request, or `length`: its number of tokens.
     """
 
     def __init__(self, problem: str, text: str, fix: str = "") -> None:
@@ -73,10 +93,14 @@ class PromptInputs:
     Attributes:
         ids: its tokens.
         pictures: arguments of the forward for its pictures, by name; empty: it has none.
+        thought: whether the answer may begin with a thought.
+        grammar: of the answer; empty: any text.
     """
 
     ids: Sequence[int]
     pictures: Mapping[str, "np.ndarray[Any, Any]"] = field(default_factory=dict)
+    thought: Thought = "none"
+    grammar: str = ""
 
 
 ReadPrompt = PromptInputs | RefusedAsk | FailedAsk
@@ -85,10 +109,11 @@ ReadPrompt = PromptInputs | RefusedAsk | FailedAsk
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request whose prompt has been read."""
+    """A request whose prompt has been read; `grammar`: of its answer."""
 
     ask: Ask
     prompt: ReadPrompt
+    grammar: LLGrammar | None = None
 
 
 @dataclass(frozen=True)
@@ -98,10 +123,12 @@ class PromptReader:
     Attributes:
         opened: the model.
         template: for chats; None if there is none.
+        grammars: of answers that must have a form.
     """
 
     opened: InferenceModel
     template: ChatTemplate | None
+    grammars: TokenGrammars
 
     def read(self, question: PromptRequest) -> PromptInputs:
         """What the model continues: fewer tokens than its context has, and pictures.
@@ -113,16 +140,74 @@ class PromptReader:
         images: list[Any] = []
         try:
             if question.messages is not None:
-                ids = self._ids_of_chat(question.messages, question.tools, images)
+                ids = self._ids_of_chat(question, question.messages, images)
             else:
                 ids = self._ids_of_text(question.prompt)
         except TooManyTokens as error:
             what = f"the prompt has more than {error.least} tokens, and the model reads {context}"
             raise RefusedPrompt("length", what, "shorten it") from None
-        if len(ids) >= context:
+        if len(ids) >= context + (question.max_tokens == 0):
             what = f"the prompt has {len(ids)} tokens, and the model reads {context}"
             raise RefusedPrompt("length", what, "shorten it")
-        return PromptInputs(ids, self._inputs_of(images))
+        self._refuse_biases(question)
+        thought = self._thought(ids) if question.messages is not None else "none"
+        grammar = self._grammar(question.form, thought) if question.form is not None else ""
+        return PromptInputs(ids, self._inputs_of(images), thought, grammar)
+
+    def _refuse_biases(self, question: PromptRequest) -> None:
+        odd = next((i for i, _ in question.sampling.logit_bias if not 0 <= i < self._vocabulary), None)
+        if odd is not None:
+            last = self._vocabulary - 1
+            raise RefusedPrompt(
+                "logit_bias", f"the model has no token {odd}", f"it has those from 0 to {last}"
+            )
+
+    def _thought(self, ids: Sequence[int]) -> Thought:
+        """Whether the answer to a chat with these tokens may begin with a thought."""
+        opening, closing = THOUGHT_MARKS
+        if self.template is None or closing not in self.template.source():
+            return "none"
+        end = self.opened.tokenizer.decode(ids[-_THOUGHT_TOKENS:], skip_special_tokens=False).rstrip()
+        if end.endswith(opening):
+            return "open"
+        return "none" if end.endswith(closing) else "possible"
+
+    def _grammar(self, form: AnswerForm, thought: Thought) -> str:
+        """The grammar of an answer.
+
+        Raises:
+            RefusedPrompt: if it cannot be used, with the parameter at fault.
+        """
+        writer = GrammarWriter(special_marks(self.opened.tokenizer), self._call_form)
+        parts = [AnswerForm(schema=form.schema)] if form.schema is not None else []
+        parts += [AnswerForm(tools=(tool,), must_call=True) for tool in form.tools]
+        for part in (*parts, form):
+            try:
+                whole = writer.write(part, thought)
+                self.grammars.check(whole)
+            except GrammarError as error:
+                name = f"the function {part.tools[0]['function']['name']}" if part.tools else "the schema"
+                problem = "tools" if part.tools else "response_format"
+                what = f"answers cannot be held to {name}: {one_line(str(error), limit=300)}"
+                raise RefusedPrompt(problem, what) from error
+        return writer.write(form, thought)
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """The form in which the chat template writes calls; found by trying."""
+        call = {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "find", "arguments": {"of": "it"}},
+        }
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            assert self.template is not None
+            before = self.template.render(_PROBE, [_PROBE_TOOL], prompt=True)
+            written = self.template.render([*_PROBE, answer], [_PROBE_TOOL])
+        except (RowError, UnisonoError):
+            return TAGGED
+        return call_form_of(written[common_beginning(before, written) :])
 
     def _ids_of_text(self, prompt: str | list[int]) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -145,8 +230,9 @@ class PromptReader:
             raise RefusedPrompt("prompt", what, "send pictures in messages, to /v1/chat/completions")
         return ids
 
-    def _ids_of_chat(self, messages: list[Any], tools: list[Any] | None, images: list[Any]) -> Sequence[int]:
+    def _ids_of_chat(self, question: PromptRequest, messages: list[Any], images: list[Any]) -> Sequence[int]:
         """The tokens of a chat; its pictures are added to `images`."""
+        tools = question.tools
         if self.template is None:
             raise RefusedPrompt(
                 "messages",
@@ -164,9 +250,12 @@ class PromptReader:
                 for turn in messages_of(messages, "messages")
             ]
             images += self._images(sources)
+            template = self._template_for(question, self.template)
+            if question.continues:
+                return self._continued(template, turns, tools, images)
             return ids_with_pictures(
                 self.opened,
-                self.template,
+                template,
                 turns,
                 self._expansions(images),
                 tools,
@@ -176,6 +265,41 @@ class PromptReader:
             raise RefusedPrompt("messages", error.why, error.fix) from error
         except UnisonoError as error:
             raise RefusedPrompt("messages", error.problems[0].what, error.problems[0].fix) from error
+
+    @staticmethod
+    def _template_for(question: PromptRequest, template: ChatTemplate) -> ChatTemplate:
+        """The template with the variables that a request sets.
+
+        Raises:
+            RefusedPrompt: if it does not read them.
+        """
+        settings = dict(question.template_settings)
+        if question.effort is not None:
+            name = next((one for one in _EFFORT_SETTINGS if template.reads_setting(one)), None)
+            if name is None:
+                what = "the model's chat template has no setting for reasoning"
+                raise RefusedPrompt("reasoning_effort", what, "omit it")
+            settings[name] = question.effort if name == "reasoning_effort" else question.effort != "none"
+        try:
+            return template.with_settings(settings) if settings else template
+        except RowError as error:
+            raise RefusedPrompt("chat_template_kwargs", error.why, error.fix) from error
+
+    def _continued(
+        self, template: ChatTemplate, turns: list[Any], tools: list[Any] | None, images: list[Any]
+    ) -> Sequence[int]:
+        """The tokens of a chat up to the end of its last message, which is not ended."""
+        written = template.prompt_ids(turns, tools) is not None
+        content = turns[-1]["content"].rstrip()
+        text = template.render(turns, tools)
+        end = text.rfind(content)
+        if written or not content or end < 0:
+            what = "the model's chat template does not write the last message as it is"
+            raise RefusedPrompt("continue_final_message", what, "end the conversation with a question")
+        text = text[: end + len(content)]
+        if self.opened.processor is not None:
+            text = with_expansions(text, self._expansions(images), self.opened.processor)
+        return encode_prompt(self.opened.tokenizer, text, special=False, most=self.opened.context)
 
     def _images(self, sources: Sequence[PictureSource]) -> list[Any]:
         """The pictures of Pillow.
@@ -228,6 +352,17 @@ class PromptReader:
             return False
 
 
+@dataclass(frozen=True)
+class PromptReaders:
+    """The readers of prompts of a model and of its adapters, by name."""
+
+    by_adapter: Mapping[str, PromptReader]
+
+    def of(self, question: PromptRequest) -> PromptReader:
+        """The one for a request."""
+        return self.by_adapter[question.adapter]
+
+
 def _decoded(source: PictureSource, pixels: PixelsSection) -> Any:
     """The picture of Pillow.
 
@@ -249,14 +384,14 @@ class PromptProcess:
     template.
     """
 
-    def __init__(self, reader: PromptReader, prepared: "queue.SimpleQueue[Any]") -> None:
+    def __init__(self, readers: PromptReaders, prepared: "queue.SimpleQueue[Any]") -> None:
         """Forks the process: before other threads compute, and before the first request.
 
         Args:
-            reader: what it does.
+            readers: what it does.
             prepared: gets each request with its tokens.
         """
-        self._reader = reader
+        self._readers = readers
         self._prepared = prepared
         self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._start()
@@ -273,7 +408,7 @@ class PromptProcess:
     def _start(self) -> None:
         forks = multiprocessing.get_context("fork")
         self._connection, theirs = forks.Pipe()
-        arguments = (self._reader, theirs, self._connection, os.getpid())
+        arguments = (self._readers, theirs, self._connection, os.getpid())
         self._process = forks.Process(target=_read_prompts, args=arguments, name="prompts", daemon=True)
         self._process.start()
         theirs.close()
@@ -281,7 +416,19 @@ class PromptProcess:
     def _run(self) -> None:
         while True:
             ask = self._asks.get()
-            self._prepared.put(Prepared(ask, self._answer(ask)))
+            self._prepared.put(self._with_grammar(ask, self._answer(ask)))
+
+    def _with_grammar(self, ask: Ask, prompt: "ReadPrompt") -> Prepared:
+        """The request, with the grammar of its answer.
+
+        The grammar is compiled in this process once more, in this thread: it cannot be sent.
+        """
+        if not isinstance(prompt, PromptInputs) or not prompt.grammar:
+            return Prepared(ask, prompt)
+        try:
+            return Prepared(ask, prompt, self._readers.of(ask.question).grammars.compile(prompt.grammar))
+        except GrammarError as error:
+            return Prepared(ask, describe_failure(ask.id, error))
 
     def _answer(self, ask: Ask) -> "ReadPrompt":
         """What the process makes of a request.
@@ -316,7 +463,7 @@ class PromptProcess:
         return returncode
 
 
-def _read_prompts(reader: PromptReader, connection: Connection, parents: Connection, parent: int) -> None:
+def _read_prompts(readers: PromptReaders, connection: Connection, parents: Connection, parent: int) -> None:
     """The body of the process. An exception is the answer to its request."""
     child.forked_by = parent
     child.end_with_front(parent)
@@ -327,16 +474,16 @@ def _read_prompts(reader: PromptReader, connection: Connection, parents: Connect
     gc.freeze()  # the model's objects are shared with the parent as long as nothing looks at them
     with contextlib.suppress(EOFError, OSError):
         while True:
-            connection.send(_bounded_answer(reader, connection.recv()))
+            connection.send(_bounded_answer(readers, connection.recv()))
 
 
-def _bounded_answer(reader: PromptReader, ask: Ask) -> ReadPrompt:
+def _bounded_answer(readers: PromptReaders, ask: Ask) -> ReadPrompt:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + _CPU_S)
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))  # then SIGXCPU
     try:
-        return reader.read(ask.question)
+        return readers.of(ask.question).read(ask.question)
     except RefusedPrompt as refused:
         return RefusedAsk(ask.id, refused.problem, refused.text, refused.fix)
     except Exception as error:  # noqa: BLE001 - the edge of a request: it fails alone

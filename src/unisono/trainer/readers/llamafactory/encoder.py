@@ -522,6 +522,11 @@ class LfChatTemplate(ChatTemplate):
         """Those of the template, and the end of sequence."""
         return self.known_stops
 
+    def reads_setting(self, name: str) -> bool:
+        """Whether it reads a variable: it reads none."""
+        del name
+        return False
+
     def prompt_ids(self, messages: Messages, tools: list[Any] | None = None) -> Ids:
         """The tokens of a conversation up to an answer; `tools` are the schemas of functions.
 
