@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import DataError, EndedByVerdict, Problem
+from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, write_json, write_text
 from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
-from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
@@ -36,9 +35,7 @@ from unisono.trainer.model.generate import GREEDY, generate
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
-from unisono.trainer.objectives.rewards.calls import RewardError, Scored
 from unisono.trainer.objectives.rewards.pool import RewardPool
-from unisono.trainer.objectives.rewards.verdicts import verdict_on
 from unisono.trainer.objectives.text_scores import bleu, exact_match, rouge_l, similarity
 from unisono.trainer.plan import DataSummary
 from unisono.trainer.plan.task_requests import (
@@ -49,7 +46,8 @@ from unisono.trainer.plan.task_requests import (
     PrepareRequest,
     SamplingParams,
 )
-from unisono.trainer.task.inference import InferenceModel, decode, open_requested, refuse_code
+from unisono.trainer.task.inference import InferenceModel, decode, open_requested
+from unisono.trainer.task.metric_evaluation import requested_metrics, scored_rows
 from unisono.trainer.training.answer_metrics import GeneratedRow, metric_means
 
 _TOKENS = 8_192  # per forward
@@ -75,7 +73,7 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
             of_table,
             sequences,
             report,
-            metrics=_metrics(request, opened, config, report),
+            metrics=requested_metrics(request, opened, config, report),
         )
     return {
         "description": opened.target.description,
@@ -151,58 +149,11 @@ def answer_figures(
             GeneratedRow(row, prompt, answer, of_answer, reference)
             for row, prompt, of_answer, (answer, reference) in zip(ids, prompts, tokens, pairs, strict=True)
         ]
-        scored = _scored(metrics, generated)
+        scored = scored_rows(metrics, generated)
         figures |= {f"metric_{name}": mean for name, mean in metric_means(scored, metrics.names).items()}
         for line, one in zip(lines, scored, strict=True):
             line["metrics"] = one.rewards[0]
     return figures, list(lines)
-
-
-def _metrics(
-    request: EvaluateRequest, opened: InferenceModel, config: RunConfig, report: Reporter
-) -> RewardPool | None:
-    """The functions to measure answers with: those requested, else those of the run; None if there
-    are none.
-
-    Raises:
-        UsageError: if one that is requested is code that is not trusted.
-    """
-    plan = opened.target.plan
-    metrics = list(request.metrics) or (list(plan.config.eval.metrics) if plan is not None else [])
-    untrusted = [] if request.trust_code else [one.use for one in metrics if one.is_own]
-    if request.metrics and untrusted:
-        refuse_code(untrusted, where="--metric")
-    if untrusted:
-        report.warning(
-            "metrics",
-            f"{', '.join(untrusted)} of the run is not measured: it is code that has not been trusted",
-            fix="read it, and pass --trust-code",
-        )
-        metrics = [one for one in metrics if one.use not in untrusted]
-    if not metrics:
-        return None
-    section = config.eval.model_copy(update={"metrics": metrics})
-    digests = own_code_digests(config.model_copy(update={"eval": section}))
-    return RewardPool(
-        metrics, digests, lambda text: report.phase("reward", f"waiting for {text}"), key="eval.metrics"
-    )
-
-
-def _scored(metrics: RewardPool, rows: Sequence[GeneratedRow]) -> list[Scored]:
-    """What functions give for answers.
-
-    Raises:
-        EndedByVerdict: if one fails whose `on_error` is `error`.
-    """
-    with metrics:
-        try:
-            return metrics.score([row.call() for row in rows])
-        except RewardError as error:
-            verdict = verdict_on(error.failure, what="metric")
-            fix = "fix the function, or set its on_error to skip or a number: --metric '{use: …, on_error: skip}'"
-            raise EndedByVerdict(
-                Problem(verdict.summary, verdict.evidence[0].where, fix=fix), verdict=verdict
-            ) from error
 
 
 def _questions(of_table: TableRows, rows: Sequence[int]) -> list[tuple[int, PromptAnswer]]:
