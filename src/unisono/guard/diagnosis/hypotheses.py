@@ -179,7 +179,7 @@ class Table:
         return 0.0
 
 
-_WORDS = ("strong", "some", "weak", "against", "excludes")
+_WORDS = ("own", "strong", "some", "weak", "against", "excludes")
 
 
 @functools.cache

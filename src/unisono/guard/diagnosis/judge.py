@@ -186,7 +186,7 @@ def make_diagnosis(
         language: of the reports; empty: there are logs, too.
         excerpts: names of the reports: their log lines were chosen by somebody.
     """
-    findings = [_of_excerpt(finding, excerpts) for finding in findings]
+    findings = [_as_proved(finding, excerpts) for finding in findings]
     features = (*reported, *log_features(facts, findings))
     ranking = rank(features, framework=facts.framework, is_failure=not language)
     if not language and not any(name in excerpts for name in facts.sources):
@@ -230,12 +230,18 @@ def _not_in_complete_logs(facts: RunFacts, ranking: Ranking) -> tuple[str, ...]:
     return tuple(cause for cause in _SAID_BY_THE_RANK if cause not in named)[:_MOST_RULED_OUT]
 
 
-def _of_excerpt(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
-    """A finding; a general one proves less if its lines are some that somebody chose to quote."""
+def _as_proved(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
+    """A finding; a general one proves less if its lines are some that somebody chose to quote, and
+    one whose lines have other causes as often proves less anyway.
+    """
+    judgement = judgement_of(finding.cause)
     quoted = any(event.source in excerpts for event in finding.evidence[:1])
-    if not quoted or not judgement_of(finding.cause).needs_whole_logs:
-        return finding
-    return replace(finding, confidence=min(finding.confidence, 0.6))
+    vague = finding.evidence and all(
+        event.signature in judgement.proves_less for event in finding.evidence
+    )
+    if vague or (quoted and judgement.needs_whole_logs):
+        return replace(finding, confidence=min(finding.confidence, 0.6))
+    return finding
 
 
 def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:

@@ -323,6 +323,11 @@ _LOG_LINE = re.compile(
     )""",
     re.VERBOSE,
 )
+_COMMAND = re.compile(
+    r"\s{0,200}(?:set|source|conda|pip3?|python3?|torchrun|deepspeed|accelerate|bash|sh|srun|sbatch|mpirun|ray"
+    r"|nvidia-smi|docker|kubectl|swift|xtuner|llamafactory-cli)\s"
+)
+"""The name of a program at the beginning of a line: of a command, or of a sentence about it."""
 _SETTING = re.compile(r"[\w.-]{2,60}:\s{1,4}\S{1,120}$")
 _WORDS = re.compile(r"[A-Za-z']{2,}|[\u4e00-\u9fff]")
 _MAIL_HEADER = re.compile(
@@ -416,6 +421,8 @@ def is_log_line(row: str) -> bool:
     its form tells.
     """
     if _LOG_LINE.match(row):
+        if _COMMAND.match(row) and _is_sentence(row):
+            return False
         words = len(_WORDS.findall(row))
         return not (_SETTING.match(row.strip()) and _CJK.search(row)) and not (
             row.lstrip()[:2] in ("# ", "> ") and words > 3
