@@ -369,7 +369,7 @@ def diagnose_logs(
         facts,
         [feature for of_report in features.values() for feature in of_report],
         language=reports[0].language if only_reports else "",
-        excerpts=names,
+        reports=reports,
     )
 
 

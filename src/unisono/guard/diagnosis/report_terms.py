@@ -190,6 +190,7 @@ class _Match:
 
     feature: str
     section: str
+    phrase: str
     start: int
     end: int
 
@@ -255,14 +256,28 @@ def _matches(text: str, phrases: Sequence[_Phrase]) -> list[_Match]:
         if phrase.feature in matches or not any(hint in text for hint in phrase.hints):
             continue
         if match := _compiled(phrase.text).search(text):
-            matches[phrase.feature] = _Match(phrase.feature, phrase.section, *match.span())
+            matches[phrase.feature] = _Match(phrase.feature, phrase.section, phrase.text, *match.span())
     return list(matches.values())
+
+
+_NAMES = re.compile(
+    r"[\w.-]{0,80}/[\w./+-]{1,300}|\b[a-z_]\w{0,60}(?:\.[a-z_]\w{0,60}){1,12}|\bnvidia [\w -]{1,40}"
+)
+"""Paths, dotted names of modules, and names of devices, in lower case."""
 
 
 def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iterator[Feature]:
     text = passage.text.lower()
     where = f"{name}:{passage.line}"
     matches = _matches(text, phrases)
+    if passage.kind != "prose" and _NAMES.search(text):
+        # The modules of a traceback and the names of devices are no settings of the run.
+        bare = _NAMES.sub(lambda match: " " * len(match[0]), text)
+        matches = [
+            match
+            for match in matches
+            if match.section != "setting" or _compiled(match.phrase).search(bare)
+        ]
     names = {match.feature for match in matches}
     for match in matches:
         quote = _around(passage.text, match)

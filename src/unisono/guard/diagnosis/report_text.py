@@ -66,6 +66,32 @@ class ReportText:
         return "\n".join(rows) + "\n"
 
 
+    @property
+    def title_line(self) -> int:
+        """The number of its first line that is not empty; 0: it has none."""
+        return self.passages[0].line if self.passages else 0
+
+    def is_printed(self, line: int, *, quoted: bool = False) -> bool:
+        """Whether a program printed what stands in a line: it is a line of its own, and not words
+        within a sentence.
+
+        Args:
+            quoted: whether a long quotation within a sentence counts, too.
+        """
+        return any(
+            passage.line == line
+            and (
+                (passage.kind == "log" and is_log_line(passage.text))
+                or (quoted and passage.kind != "prose" and len(passage.text) >= _LONG_QUOTATION)
+            )
+            for passage in self.passages
+        )
+
+
+_LONG_QUOTATION = 40
+"""Characters of a log line that names more than the kind of an error."""
+
+
 def _is_quoted_log(text: str) -> bool:
     """Whether inline code or a quotation is a line of a log rather than a name."""
     return bool(match_line(text)) or _EXCEPTION.match(text) is not None

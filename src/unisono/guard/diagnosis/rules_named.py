@@ -413,7 +413,11 @@ def _only_destroyed(view: View, destroys: list[Traceback]) -> bool:
 def find_nan(view: View) -> list[Hypothesis]:
     """The loss became NaN and stayed NaN."""
     lines = [
-        event for event in view.facts.events if event.cause == "nan_loss" and event.kind in ("error", "death")
+        event
+        for event in view.facts.events
+        if event.cause == "nan_loss"
+        and event.kind in ("error", "death")
+        and not view.is_skipped(event)
     ]
     rows = [event for event in view.facts.of("log_row") if event.fields.get("loss")]
     if not lines:
