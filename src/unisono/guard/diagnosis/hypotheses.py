@@ -41,6 +41,8 @@ NO_FAILURE_FROM = 0.4
 """Probability of no failure from which log lines are taken for examples of a guide or a changelog,
 and no cause is called likely.
 """
+_NONE_IF_EXPLAINED = 0.1
+"""Largest probability of no failure for a text that explains one."""
 _CERTAINLY_NONE = 0.97
 """Probability of no failure from which no cause is named at all."""
 
@@ -174,6 +176,8 @@ class Table:
             return stated
         if kind in ("proved", "suggested", "line", "warning"):
             return self.levels[kind] if name == cause else 0.0
+        if kind in ("stated", "helped") and self.entries[cause].weights.get(name, 0.0) > 0:
+            return self.levels[kind]
         if kind == "not":
             return -DENIED_SHARE * self.entries[cause].weights.get(name, 0.0)
         return 0.0
@@ -270,6 +274,8 @@ def no_failure(features: Iterable[str], table: Table) -> float:
     return 1 / (1 + math.exp(-_logit(NO_FAILURE, set(features), table)))
 
 
+EXPLAINS = "explains"
+"""Sign that a text explains one failure, with its cause and its fix."""
 NARRATION = frozenset({"narrates", "first_person", "asks_help", "tracebacks"})
 """Signs that a text is about a run of its author."""
 _FAILING = frozenset(
@@ -332,7 +338,9 @@ def rank(
     used = table or default_table()
     names = [feature.id for feature in features]
     chances, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
-    if not is_failure and not _is_narrated(names):
+    if EXPLAINS in names and any(map(_is_failing, names)):
+        none = min(none, _NONE_IF_EXPLAINED)
+    elif not is_failure and not _is_narrated(names):
         none = max(none, NO_FAILURE_FROM + 0.05)
     if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)

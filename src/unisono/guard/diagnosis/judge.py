@@ -223,7 +223,9 @@ def make_diagnosis(
     )
 
 
-_PERSONAL = frozenset({"narrates", "first_person", "asks_help"})
+_OF_A_RUN = frozenset({"narrates", "first_person"})
+_PERSONAL = _OF_A_RUN | {"asks_help"}
+_RARELY_FAILURE = 0.9
 _TEACHING = frozenset(
     {"changelog", "instruction", "second_person", "conditional", "question_only", "works_now"}
 )
@@ -251,7 +253,7 @@ def _is_stated(
     if ranking.no_failure <= NO_FAILURE_FROM and names & NARRATION:
         return True
     first = finding.evidence[0] if finding.evidence else None
-    personal = bool(names & _PERSONAL)
+    personal = bool(names & (_PERSONAL if ranking.no_failure <= _RARELY_FAILURE else _OF_A_RUN))
     printed = first is not None and any(
         report.name == first.source and report.is_printed(first.line, quoted=personal)
         for report in reports

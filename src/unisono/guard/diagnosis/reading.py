@@ -10,12 +10,13 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from unisono.base.errors import UsageError
 from unisono.base.files import open_given
+from unisono.guard.diagnosis.article_text import without_navigation
 from unisono.guard.diagnosis.attribution import with_host
 from unisono.guard.diagnosis.flight_recording import (
     MOST_BYTES,
@@ -380,6 +381,7 @@ def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogCont
     head = _head(watched)
     report = read_report(source.name, head)
     if report:
+        report = replace(report, passages=tuple(without_navigation(report.passages)))
         read.reports.append(report)
         read.scanned.append(scan(source.name, io.BytesIO(report.log_text().encode())))
     else:

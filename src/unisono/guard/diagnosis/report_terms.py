@@ -10,10 +10,11 @@ import functools
 import re
 import tomllib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Literal
 
+from unisono.guard.diagnosis.article_text import sectioned
 from unisono.guard.diagnosis.report_text import Language, Passage
 
 FeatureKind = Literal["log", "symptom", "setting", "version", "hardware", "statement"]
@@ -198,10 +199,14 @@ class _Match:
 def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     """The features of a text, each with its first place.
 
+    What an article gives as the cause is believed, what it gives as the fix has helped, and its
+    general advice does not count.
+
     Args:
         passages: of the text; of log lines only settings and hardware are read.
     """
-    read = passages[:_MOST_PASSAGES]
+    text = sectioned(passages[:_MOST_PASSAGES])
+    read, sections = text.passages, text.sections if text.is_article else ("",) * len(text.passages)
     whole = "\n".join(passage.text for passage in read).lower()
     phrases = [phrase for phrase in _phrases() if any(hint in whole for hint in phrase.hints)]
     of_logs = [phrase for phrase in phrases if phrase.section in _OF_LOGS]
@@ -209,7 +214,11 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     features: dict[str, Feature] = {}
     if any(passage.kind == "log" and _TRACEBACK.search(passage.text) for passage in read):
         features["tracebacks"] = Feature("tracebacks", name, "", "log")
-    for passage in read:
+    if text.is_article:
+        features["explains"] = Feature("explains", name, "", "statement")
+    for passage, section in zip(read, sections, strict=True):
+        if section == "advice":
+            continue
         for match in _VARIABLE.finditer(passage.text):
             setting = f"set:{match[1]}"
             features.setdefault(setting, Feature(setting, f"{name}:{passage.line}", match[0], "setting"))
@@ -218,6 +227,15 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
             used = of_errors if _FAILS.search(passage.text) else of_logs
         for feature in _of_passage(name, passage, used):
             features.setdefault(feature.id, feature)
+            if section == "cause" and feature.kind == "symptom" and _is_plain(feature.id):
+                stated = replace(feature, id=f"stated:{feature.id}", kind="statement")
+                features.setdefault(stated.id, stated)
+            if section == "fix" and feature.kind == "setting" and _is_plain(feature.id):
+                stated = replace(feature, id=f"helped:{feature.id}", kind="statement")
+                features.setdefault(stated.id, stated)
+    if text.is_article and "fails_one_works_two" in features:
+        features.pop("works_alone", None)
+        features.pop("believed:works_alone", None)
     return [
         feature
         for name, feature in features.items()
@@ -225,6 +243,8 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     ]
 
 
+_BROAD = frozenset({"versions", "checkpoint", "tokens", "hardware", "user_code", "works_alone"})
+"""Features that the explanation of any failure has."""
 _EXCLUDED_BY = {
     "single_gpu": frozenset({"multi_gpu", "multi_node", "works_alone"}),
     "fails_one_works_two": frozenset({"works_alone"}),
