@@ -67,9 +67,11 @@ def _show(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
 def _lines(diagnosis: "DiagnosisResult", *, every: bool) -> Iterator[str]:
     if diagnosis.verdict.cause == "undetermined" and diagnosis.ranking.hypotheses:
         yield f"WHAT      no log line proves the cause; these fit, most likely first  [{diagnosis.verdict.cause}]"
-        yield from ranking_lines(diagnosis.ranking, language=diagnosis.language)
+        yield from ranking_lines(
+            diagnosis.ranking, language=diagnosis.language, in_short=not diagnosis.language
+        )
         if not diagnosis.language:
-            yield from diagnosis.verdict.lines()[1:]
+            yield from _seen_and_missing(diagnosis)
     else:
         yield from diagnosis.verdict.lines()
     for link in diagnosis.chain[1:]:
@@ -82,13 +84,25 @@ def _lines(diagnosis: "DiagnosisResult", *, every: bool) -> Iterator[str]:
         yield from verdict.lines()
 
 
+def _seen_and_missing(diagnosis: "DiagnosisResult") -> Iterator[str]:
+    """Of logs that prove nothing: the lines that come nearest, and what would tell more."""
+    for item in diagnosis.verdict.evidence[:_NEAREST]:
+        yield f"EVIDENCE  {item.where}: {item.text}"
+    if diagnosis.missing:
+        yield f"MISSING   {'; '.join(diagnosis.missing)}"
+
+
+_NEAREST = 2
 _SHOWN = 3
 _QUOTED_CHARS = 90
 
 
-def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
+def ranking_lines(ranking: "Ranking", *, language: str = "", in_short: bool = False) -> Iterator[str]:
     """The hypotheses with what speaks for them, and the questions that would tell them apart, for
-    people.
+    people: how to check it and all the rest of the first alone.
+
+    Args:
+        in_short: whether only the first one has a fix, since other lines follow.
     """
     from unisono.base.text import one_line
 
@@ -100,19 +114,18 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
             f"  {number}  {one.cause:<26} {one.likelihood:<9}"
             f" {'; '.join(list(seen)[:_SHOWN]) or 'it is frequent'}"
         )
-        for item in one.against[:1]:
-            yield f'     against: {item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"'
-        if one.check:
-            yield f"     check: {'; '.join(one.check[:2])}"
-        if one.fix:
+        if number == 1:
+            for item in one.against[:1]:
+                yield f'     against: {item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"'
+            if one.check:
+                yield f"     check: {'; '.join(one.check[:2])}"
+        if one.fix and (number == 1 or not in_short):
             yield f"     if this: {one.fix[0]}"
-        if one.fix_here:
+        if number == 1 and one.fix_in_text:
+            yield f"     the text: {'; '.join(one_line(fix, limit=_QUOTED_CHARS) for fix in one.fix_in_text[:2])}"
+        elif number == 1 and one.fix_here:
             yield f"     with unisono: {one.fix_here[0]}"
-    if ranking.unlikely:
-        yield f"  unlikely: {'; '.join(f'{cause} ({why})' for cause, why in ranking.unlikely)}"
-    if ranking.ruled_out:
-        yield f"  ruled out: {', '.join(ranking.ruled_out)} (no such line in a complete log)"
-    for number, question in enumerate(ranking.questions):
+    for number, question in enumerate(ranking.questions[: 1 if in_short else 2]):
         yield f"{'ASK' if not number else '':<10}{question.zh if language == 'zh' else question.en}"
 
 

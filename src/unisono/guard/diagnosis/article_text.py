@@ -72,7 +72,15 @@ _LINKS_LINE = re.compile(r"^\W{0,4}(?:see also|related|tags|categories|相关阅
 _TEASER = re.compile(r"(?:Python|Jinja|TypeScript|JavaScript|Java|Shell|Rust|Go|C\+\+|C|HTML|Jupyter Notebook)?\d{2,8}$")
 _REPEATED = re.compile(r"^(.{4,60}?)\s?\1")
 _IDEOGRAPHS = re.compile(r"[\u4e00-\u9fff]{4}")
-_MOST_FIXES, _FIX_CHARS = 3, 300
+_MOST_FIXES, _FIX_CHARS = 4, 300
+_FORMER = re.compile(r"原来|原先|原始|\b(?:original|before|instead of|old)\b", re.IGNORECASE)
+_IS_FIX = re.compile(
+    r"设置|设为|使用|改|升级|降级|确保|指定|添加|删除|避免|关闭|禁用|交给|统一|减少|增大|提高|安装|更换|调整|检查|限制|固定|显式"
+    r"|[A-Z_]{6,}=|\w\(|\b(?:set|use|pass|add|remove|upgrade|downgrade|install|disable|enable|change|replace|call"
+    r"|guard|check|make sure|ensure|give|allow|run|start|lower|raise|increase|reduce|mask|save|load|switch)\b",
+    re.IGNORECASE,
+)
+"""What a sentence that tells somebody to do something has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +100,20 @@ class SectionedText:
         """What an article gives as the fix, in its order."""
         if not self.is_article:
             return []
-        rows = [
-            passage
-            for passage, section in zip(self.passages, self.sections, strict=True)
-            if section == "fix" and passage.kind == "prose" and not _heading_of(passage)
-        ]
-        return [row for row in rows if len(row.text) <= _FIX_CHARS][:_MOST_FIXES]
+        fixes: list[Passage] = []
+        before = ""  # the sentence that introduces a line of code
+        for passage, section in zip(self.passages, self.sections, strict=True):
+            text = passage.text.strip()
+            if section != "fix" or _heading_of(passage):
+                before = ""
+            elif passage.kind == "prose":
+                if _IS_FIX.search(text) and not text.endswith(":"):
+                    fixes.append(passage)
+                before = text if text.endswith(":") else ""
+            elif before and not _FORMER.search(before) and passage.kind == "log":
+                fixes.append(passage)
+                before = ""
+        return [fix for fix in fixes if len(fix.text) <= _FIX_CHARS][:_MOST_FIXES]
 
 
 def sectioned(passages: Sequence[Passage]) -> SectionedText:

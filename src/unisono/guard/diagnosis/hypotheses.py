@@ -24,15 +24,15 @@ from unisono.base.causes.entries import Signs, all_entries
 from unisono.base.causes.verdict import OwnRunOnly
 from unisono.guard.diagnosis.line_prefixes import split_prefix
 from unisono.guard.diagnosis.report_terms import Feature
-from unisono.guard.diagnosis.run_facts import Hypothesis, RunFacts
+from unisono.guard.diagnosis.run_facts import Hypothesis, RunFacts, View
 
 NO_FAILURE = "no_failure"
 """The outcome for a text that reports no failure; no cause of the catalogue."""
-MOST, _LEAST = 5, 3
+MOST, _LEAST = 3, 3
 """Maximum number of hypotheses, and how many are given however low their scores are."""
 LIKELY, POSSIBLE = 0.55, 0.15
 """Scores from which a cause is called likely or possible."""
-_MOST_BECAUSE, _MOST_QUESTIONS = 6, 3
+_MOST_BECAUSE, _MOST_QUESTIONS = 6, 2
 _LEAST_SCORE = 0.02
 _PROVED = 0.8
 """Confidence of a finding of the logs from which it counts as stated by a line."""
@@ -62,7 +62,8 @@ class RankedCause:
         score: the calibrated probability, 0 to 1.
         because: what speaks for it, the strongest first; against: what speaks against it.
         check: commands that would confirm or exclude it.
-        fix: what to do if it is the cause, for any program; fix_here: the same with unisono.
+        fix: what to do if it is the cause, for any program; fix_here: the same with unisono;
+            fix_in_text: what the text itself gives as the fix.
     """
 
     cause: str
@@ -72,6 +73,7 @@ class RankedCause:
     check: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
     fix_here: tuple[str, ...] = ()
+    fix_in_text: tuple[str, ...] = ()
 
     @property
     def likelihood(self) -> Likelihood:
@@ -87,7 +89,7 @@ class RankedCause:
             "because": [_evidence(one) for one in self.because],
             "against": [_evidence(one) for one in self.against],
             "check": list(self.check),
-            "fix": list(self.fix),
+            "fix": [*self.fix, *self.fix_in_text],
             "fix_here": list(self.fix_here),
         }
 
@@ -231,7 +233,10 @@ def _weighed(signs: Signs, levels: Mapping[str, float], fitted: Mapping[str, flo
 
 
 def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Feature]:
-    """What the lines of logs say: findings of the rules, and lines that indicate a cause."""
+    """What the lines of logs say: findings of the rules, and lines that indicate a cause and that
+    the run did not survive.
+    """
+    view = View(facts)
     features: dict[str, Feature] = {}
     for finding in findings:
         if finding.cause in ("undetermined", "healthy"):
@@ -244,6 +249,8 @@ def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Featur
         )
         features[f"{kind}:{finding.cause}"] = Feature(f"{kind}:{finding.cause}", where, text, "log")
     for event in facts.events:
+        if event.kind != "warning" and (view.survived(event) or view.is_skipped(event)):
+            continue
         if event.cause in CATALOGUE and event.kind in ("warning", "error", "death"):
             name = f"{'warning' if event.kind == 'warning' else 'line'}:{event.cause}"
             features.setdefault(name, Feature(name, event.where, _words(event.text), "log"))
@@ -351,7 +358,7 @@ def rank(
     chosen = [
         cause
         for index, cause in enumerate(supported[:MOST])
-        if index < _LEAST or chances[cause] >= _LEAST_SCORE
+        if not index or chances[cause] >= _LEAST_SCORE or (index < _LEAST and EXPLAINS not in names)
     ]
     return Ranking(
         hypotheses=tuple(_ranked(cause, chances[cause], features, framework, used) for cause in chosen),
@@ -402,7 +409,7 @@ def _questions(
     gains = {
         question: _gain(yes, shares, entropy)
         for question, (yes, shown_by) in table.answers.items()
-        if question.feature not in seen and shown_by.isdisjoint(seen)
+        if question.feature not in seen and shown_by.isdisjoint(seen) and _decides(yes, shares)
     }
     best = sorted(gains, key=lambda question: -gains[question])
     return tuple(question for question in best if gains[question] > 0.01)[:_MOST_QUESTIONS]
@@ -422,6 +429,12 @@ def _shown_by(feature: str, table: Table) -> set[str]:
         if len(causes) == 1
         else set()
     )
+
+
+def _decides(yes: Mapping[str, float], shares: Mapping[str, float]) -> bool:
+    """Whether the answers to a question would put different causes first."""
+    first = max(shares, key=lambda cause: shares[cause] * yes[cause])
+    return first != max(shares, key=lambda cause: shares[cause] * (1 - yes[cause]))
 
 
 def _gain(yes: Mapping[str, float], shares: Mapping[str, float], entropy: float) -> float:

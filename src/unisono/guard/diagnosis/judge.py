@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from unisono.base.causes.entries import judgement_of
 from unisono.base.causes.verdict import Evidence, Verdict
+from unisono.guard.diagnosis.article_text import sectioned
 from unisono.guard.diagnosis.hypotheses import NARRATION, NO_FAILURE_FROM, Ranking, log_features, rank
 from unisono.guard.diagnosis.lines import redacted_json
 from unisono.guard.diagnosis.own_verdicts import find_stated
@@ -202,6 +203,7 @@ def make_diagnosis(
     if not language and not any(name in excerpts for name in facts.sources):
         ranking = replace(ranking, ruled_out=_not_in_complete_logs(facts, ranking))
     findings = sorted(findings, key=lambda finding: _is_of_a_title(finding, reports))
+    ranking = _with_fixes_of_text(ranking, reports)
     first = findings[0]
     proved = first.confidence >= CERTAIN and _is_stated(first, reported, ranking, reports)
     if language and not proved and first.cause not in ("healthy", "undetermined"):
@@ -232,6 +234,19 @@ _TEACHING = frozenset(
 """What a text says of itself: a person's run, or a guide, a changelog or a question about what may
 happen.
 """
+
+
+def _with_fixes_of_text(ranking: Ranking, reports: Sequence[ReportText]) -> Ranking:
+    """The ranking; the first cause has what an article gives as its fix, too."""
+    fixes = [
+        report.verbatim(passage.line, passage.text)
+        for report in reports
+        for passage in sectioned(report.passages).fixes()
+    ]
+    if not fixes or not ranking.hypotheses:
+        return ranking
+    first, *others = ranking.hypotheses
+    return replace(ranking, hypotheses=(replace(first, fix_in_text=tuple(fixes)), *others))
 
 
 def _is_of_a_title(finding: Hypothesis, reports: Sequence[ReportText]) -> bool:

@@ -30,7 +30,7 @@ from unisono.guard.diagnosis.gather import gather
 from unisono.guard.diagnosis.hypotheses import is_about_a_failure
 from unisono.guard.diagnosis.judge import DiagnosisResult, judge, make_diagnosis
 from unisono.guard.diagnosis.own_runs import diagnose_run, is_run, log_files
-from unisono.guard.diagnosis.report_terms import find_features
+from unisono.guard.diagnosis.report_terms import Feature, find_features
 from unisono.guard.diagnosis.report_text import MOST_BYTES as MOST_REPORT_BYTES
 from unisono.guard.diagnosis.report_text import ReportText, read_report
 from unisono.guard.diagnosis.scan import Scanned, scan
@@ -359,7 +359,7 @@ def diagnose_logs(
     """The diagnosis of logs, flight recordings and reports."""
     names = frozenset(report.name for report in reports)
     only_reports = bool(reports) and not recordings and names.issuperset(one.name for one in scanned)
-    features = {report.name: find_features(report.name, report.passages) for report in reports}
+    features = {report.name: [*_quoted(report)] for report in reports}
     # A README beside logs says nothing of the run, and its log lines are examples.
     if not only_reports:
         features = {name: of_report for name, of_report in features.items() if is_about_a_failure(of_report)}
@@ -372,6 +372,14 @@ def diagnose_logs(
         language=reports[0].language if only_reports else "",
         reports=reports,
     )
+
+
+def _quoted(report: ReportText) -> Iterator[Feature]:
+    """The features of a report, with quotations in the very characters of the file."""
+    for feature in find_features(report.name, report.passages):
+        line = feature.where.rpartition(":")[2]
+        text = feature.text.strip("…")
+        yield replace(feature, text=report.verbatim(int(line), text)) if line.isdecimal() else feature
 
 
 def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogContents) -> None:

@@ -245,6 +245,11 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
 
 _BROAD = frozenset({"versions", "checkpoint", "tokens", "hardware", "user_code", "works_alone"})
 """Features that the explanation of any failure has."""
+def _is_plain(name: str) -> bool:
+    """Whether a feature is a word of the text itself, and one that says something of the cause."""
+    return ":" not in name and name not in _BROAD
+
+
 _EXCLUDED_BY = {
     "single_gpu": frozenset({"multi_gpu", "multi_node", "works_alone"}),
     "fails_one_works_two": frozenset({"works_alone"}),

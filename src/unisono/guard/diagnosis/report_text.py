@@ -46,12 +46,38 @@ class ReportText:
     Attributes:
         passages: in the order of the text.
         lines: number of lines of the file.
+        rows: the lines themselves, for quotations; empty for a page in HTML.
     """
 
     name: str
     passages: tuple[Passage, ...]
     language: Language
     lines: int
+    rows: tuple[str, ...] = ()
+
+    def verbatim(self, line: int, quote: str) -> str:
+        """A quotation in the very characters of the file, of one line; as it is if it is not found.
+
+        Args:
+            line: the number of the line where its passage begins.
+            quote: a passage or a part of one: without markup, with other spaces and punctuation.
+        """
+        letters = "".join(_letters(quote))
+        for row in self.rows[line - 1 : line - 1 + _WRAPPED_LINES] if letters else ():
+            places = [
+                (letter, place) for place, sign in enumerate(row) for letter in _letters(sign)
+            ]
+            text = "".join(letter for letter, _ in places)
+            length = len(letters)
+            if (start := text.find(letters)) < 0:
+                length = _common(text, letters)
+                start = len(text) - length
+            if length >= min(len(letters), _LEAST_QUOTED):
+                last = places[start + length - 1][1] + 1
+                while last < len(row) and row[last] in _CLOSING:
+                    last += 1
+                return row[places[start][1] : last]
+        return quote
 
     def log_text(self) -> str:
         """The lines of logs alone; all others are empty, so that line numbers stay.
@@ -92,6 +118,22 @@ _LONG_QUOTATION = 40
 """Characters of a log line that names more than the kind of an error."""
 
 
+_WRAPPED_LINES = 12
+_LEAST_QUOTED = 6
+_CLOSING = "。.!?;:)]}\"'”』」%"
+
+
+def _letters(text: str) -> Iterator[str]:
+    """The letters and digits of a text, in the form in which passages have them."""
+    return (sign for sign in unicodedata.normalize("NFKC", text) if sign.isalnum())
+
+
+def _common(text: str, quote: str) -> int:
+    """How many characters at the end of a line are the beginning of a quotation that goes on below."""
+    most = min(len(text), len(quote))
+    return next((length for length in range(most, 0, -1) if text.endswith(quote[:length])), 0)
+
+
 def _is_quoted_log(text: str) -> bool:
     """Whether inline code or a quotation is a line of a log rather than a name."""
     return bool(match_line(text)) or _EXCEPTION.match(text) is not None
@@ -118,7 +160,9 @@ def read_report(name: str, data: bytes) -> ReportText | None:
         return None
     prose = " ".join(passage.text for passage in passages if passage.kind == "prose")
     language = language_of(prose)
-    return ReportText(name, tuple(_with_bare_logs(passages, language)), language, text.count("\n") + 1)
+    lines = () if _is_html(text) else tuple(text.split("\n"))
+    bare = tuple(_with_bare_logs(passages, language))
+    return ReportText(name, bare, language, text.count("\n") + 1, lines)
 
 
 def _with_bare_logs(passages: list[Passage], language: Language) -> Iterator[Passage]:
