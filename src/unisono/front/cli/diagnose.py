@@ -35,6 +35,9 @@ def diagnose(
     ask: Annotated[
         bool, typer.Option("--ask", help="Ask questions that distinguish the possible causes, one at a time.")
     ] = False,
+    explain_missing: Annotated[
+        bool, typer.Option("--explain-missing", help="Also show which log or command would decide, and why.")
+    ] = False,
 ) -> None:
     """Read the logs of a failed run of any tool, or a bug report, and show the cause, the culprit,
     the evidence and the fix.
@@ -43,20 +46,22 @@ def diagnose(
     from unisono.guard.diagnosis.reading import diagnose_paths
 
     diagnosis = diagnose_paths(paths, reading=ReadingLine, on_refused=output().warn)
-    _show(diagnosis, every=every, timeline=timeline)
+    _show(diagnosis, every=every, timeline=timeline, explain_missing=explain_missing)
     if ask:
         _ask(diagnosis)
 
 
-def _show(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
+def _show(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool, explain_missing: bool) -> None:
     if output().json:
-        _emit(diagnosis, every=every, timeline=timeline)
+        _emit(diagnosis, every=every, timeline=timeline, explain_missing=explain_missing)
         return
     from unisono.guard.diagnosis.lines import redacted
 
     printer = output()
     for line in _lines(diagnosis, every=every):
         printer.result(redacted(line))
+    for needed in _needed(diagnosis) if explain_missing else ():
+        printer.result(redacted(f"NEEDED    {needed['what']}: {needed['why']}"))
     if timeline:
         printer.result("")
         for line in _drawn(diagnosis):
@@ -181,10 +186,30 @@ def _answer(question: str) -> str:
     return _ANSWERS.get(text.strip().lower(), "")
 
 
-def _emit(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
+def _needed(diagnosis: "DiagnosisResult") -> list[dict[str, str]]:
+    """What would decide between the possible causes, each with the reason; nothing is needed where
+    lines prove the cause.
+    """
+    from unisono.base.causes import find_cause
+
+    if diagnosis.is_proved:
+        return []
+    missing = ("the logs of all ranks, from their beginning",) if diagnosis.language else diagnosis.missing
+    needed = [{"what": one, "why": "the rank that failed first has not been heard"} for one in missing]
+    for one in diagnosis.ranking.hypotheses:
+        cause = find_cause(one.cause)
+        why = f"it shows whether it is {one.cause}" + (f" ({cause.title})" if cause else "")
+        needed += [{"what": check, "why": why} for check in one.check[:1]]
+    questions = (one.zh if diagnosis.language == "zh" else one.en for one in diagnosis.ranking.questions)
+    return [*needed, *({"what": one, "why": "the answer changes which cause is first"} for one in questions)]
+
+
+def _emit(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool, explain_missing: bool) -> None:
     from unisono.guard.diagnosis.lines import redacted_json
 
     more = {"timeline": redacted_json(_drawn(diagnosis))} if timeline else {}
+    if explain_missing:
+        more["needed"] = redacted_json(_needed(diagnosis))
     output().emit({**diagnosis.to_json(every=every), **more})
 
 

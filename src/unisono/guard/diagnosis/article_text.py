@@ -68,8 +68,12 @@ _NAVIGATION = re.compile(
     re.IGNORECASE,
 )
 """A heading above the links of a site to its other pages."""
-_LINKS_LINE = re.compile(r"^\W{0,4}(?:see also|related|tags|categories|相关阅读|标签|更多)\s?:", re.IGNORECASE)
-_TEASER = re.compile(r"(?:Python|Jinja|TypeScript|JavaScript|Java|Shell|Rust|Go|C\+\+|C|HTML|Jupyter Notebook)?\d{2,8}$")
+_LINKS_LINE = re.compile(
+    r"^\W{0,4}(?:see also|related|tags|categories|相关阅读|标签|更多)\s?:", re.IGNORECASE
+)
+_TEASER = re.compile(
+    r"(?:Python|Jinja|TypeScript|JavaScript|Java|Shell|Rust|Go|C\+\+|C|HTML|Jupyter Notebook)?\d{2,8}$"
+)
 _REPEATED = re.compile(r"^(.{4,60}?)\s?\1")
 _IDEOGRAPHS = re.compile(r"[\u4e00-\u9fff]{4}")
 _MOST_FIXES, _FIX_CHARS = 4, 300
@@ -138,8 +142,11 @@ def _heading_of(passage: Passage) -> Section:
     text = passage.text.strip()
     if passage.kind != "prose" or len(text) > _HEADING_CHARS or _IN_SENTENCE.search(text):
         return ""
-    known = next((section for section, pattern in _HEADINGS if pattern.search(text)), "")
-    return known or ("advice" if _SHORT_HEADING.fullmatch(text) and _IDEOGRAPHS.search(text) else "")
+    known: Section = next((section for section, pattern in _HEADINGS if pattern.search(text)), "")
+    if known:
+        return known
+    is_heading = _SHORT_HEADING.fullmatch(text) and _IDEOGRAPHS.search(text)
+    return "advice" if is_heading else ""
 
 
 def without_navigation(passages: Sequence[Passage]) -> Iterator[Passage]:

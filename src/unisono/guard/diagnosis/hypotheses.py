@@ -306,14 +306,30 @@ _FAILING = frozenset(
 )
 
 
+@functools.cache
+def _own_features() -> frozenset[str]:
+    """The features that speak for one cause alone: each is the word of a failure."""
+    return frozenset(name for _, signs in _signs_of_causes() for name in signs.own)
+
+
 def _is_failing(feature: str) -> bool:
     """Whether a feature says that something went wrong, rather than how the run is set up."""
     kind = feature.partition(":")[0]
     return (
         feature in _FAILING
+        or feature in _own_features()
         or feature.startswith("hang")
         or kind in ("useless", "line", "proved", "suggested", "tracebacks")
     )
+
+
+_CALM = frozenset({"question_only", "works_now", "changelog"})
+"""What a text without a failure says of itself."""
+
+
+def _is_calm(names: Sequence[str]) -> bool:
+    """Whether a text asks or tells something, and nothing failed."""
+    return bool(_CALM & set(names)) and "fails_now" not in names and not any(map(_is_failing, names))
 
 
 def is_about_a_failure(features: Sequence[Feature]) -> bool:
@@ -349,7 +365,8 @@ def rank(
         none = min(none, _NONE_IF_EXPLAINED)
     elif not is_failure and not _is_narrated(names):
         none = max(none, NO_FAILURE_FROM + 0.05)
-    if not features or none > _CERTAINLY_NONE:
+    is_calm = none > NO_FAILURE_FROM and _is_calm(names)
+    if not features or none > _CERTAINLY_NONE or is_calm:
         return Ranking(no_failure=none)
     most = 1 - none if none <= NO_FAILURE_FROM else min(1 - none, LIKELY - 0.01)
     chances = {cause: used.calibrated(chance) * most for cause, chance in chances.items()}

@@ -39,6 +39,7 @@ from unisono.guard.diagnosis.rules_setup import (
     without_nccl,
 )
 from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, RunFacts, View, first_of_each, ranks_of
+from unisono.guard.diagnosis.stated_versions import stated_versions
 
 CERTAIN = 0.8
 """Hypotheses with less confidence come after the program's own exceptions."""
@@ -203,7 +204,7 @@ def make_diagnosis(
     if not language and not any(name in excerpts for name in facts.sources):
         ranking = replace(ranking, ruled_out=_not_in_complete_logs(facts, ranking))
     findings = sorted(findings, key=lambda finding: _is_of_a_title(finding, reports))
-    ranking = _with_fixes_of_text(ranking, reports)
+    ranking = _with_known_bugs(_with_fixes_of_text(ranking, reports), reports)
     first = findings[0]
     proved = first.confidence >= CERTAIN and _is_stated(first, reported, ranking, reports)
     if language and not proved and first.cause not in ("healthy", "undetermined"):
@@ -249,12 +250,22 @@ def _with_fixes_of_text(ranking: Ranking, reports: Sequence[ReportText]) -> Rank
     return replace(ranking, hypotheses=(replace(first, fix_in_text=tuple(fixes)), *others))
 
 
+def _with_known_bugs(ranking: Ranking, reports: Sequence[ReportText]) -> Ranking:
+    """The ranking; a known bug of a version that a report states is the first fix of its cause."""
+    if all(one.cause != "version_known_bad" for one in ranking.hypotheses):
+        return ranking
+    stated = [one.bug for report in reports for one in stated_versions(report.passages) if one.bug]
+    hypotheses = (
+        replace(one, fix=(*stated, *one.fix)) if one.cause == "version_known_bad" else one
+        for one in ranking.hypotheses
+    )
+    return replace(ranking, hypotheses=tuple(hypotheses))
+
+
 def _is_of_a_title(finding: Hypothesis, reports: Sequence[ReportText]) -> bool:
     """Whether only the title of a report states it: the lines below say what it really was."""
     titles = {(report.name, report.title_line) for report in reports}
-    return bool(finding.evidence) and all(
-        (event.source, event.line) in titles for event in finding.evidence
-    )
+    return bool(finding.evidence) and all((event.source, event.line) in titles for event in finding.evidence)
 
 
 def _is_stated(
@@ -270,8 +281,7 @@ def _is_stated(
     first = finding.evidence[0] if finding.evidence else None
     personal = bool(names & (_PERSONAL if ranking.no_failure <= _RARELY_FAILURE else _OF_A_RUN))
     printed = first is not None and any(
-        report.name == first.source and report.is_printed(first.line, quoted=personal)
-        for report in reports
+        report.name == first.source and report.is_printed(first.line, quoted=personal) for report in reports
     )
     return printed and (personal or not names & _TEACHING)
 
@@ -299,9 +309,7 @@ def _as_proved(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
     """
     judgement = judgement_of(finding.cause)
     quoted = any(event.source in excerpts for event in finding.evidence[:1])
-    vague = finding.evidence and all(
-        event.signature in judgement.proves_less for event in finding.evidence
-    )
+    vague = finding.evidence and all(event.signature in judgement.proves_less for event in finding.evidence)
     if vague or (quoted and judgement.needs_whole_logs):
         return replace(finding, confidence=min(finding.confidence, 0.6))
     return finding

@@ -34,6 +34,7 @@ from unisono.guard.diagnosis.report_terms import Feature, find_features
 from unisono.guard.diagnosis.report_text import MOST_BYTES as MOST_REPORT_BYTES
 from unisono.guard.diagnosis.report_text import ReportText, read_report
 from unisono.guard.diagnosis.scan import Scanned, scan
+from unisono.guard.diagnosis.stated_versions import FEATURE, stated_versions
 from unisono.guard.rundir import or_nearest_run
 
 STDIN = "-"
@@ -380,6 +381,10 @@ def _quoted(report: ReportText) -> Iterator[Feature]:
         line = feature.where.rpartition(":")[2]
         text = feature.text.strip("…")
         yield replace(feature, text=report.verbatim(int(line), text)) if line.isdecimal() else feature
+    for one in stated_versions(report.passages):
+        if one.bug:
+            yield Feature(FEATURE, f"{report.name}:{one.line}", one.text, "version")
+            break
 
 
 def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogContents) -> None:

@@ -227,11 +227,7 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
             used = of_errors if _FAILS.search(passage.text) else of_logs
         for feature in _of_passage(name, passage, used):
             features.setdefault(feature.id, feature)
-            if section == "cause" and feature.kind == "symptom" and _is_plain(feature.id):
-                stated = replace(feature, id=f"stated:{feature.id}", kind="statement")
-                features.setdefault(stated.id, stated)
-            if section == "fix" and feature.kind == "setting" and _is_plain(feature.id):
-                stated = replace(feature, id=f"helped:{feature.id}", kind="statement")
+            if stated := _stated_by(section, feature):
                 features.setdefault(stated.id, stated)
     if text.is_article and "fails_one_works_two" in features:
         features.pop("works_alone", None)
@@ -245,6 +241,17 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
 
 _BROAD = frozenset({"versions", "checkpoint", "tokens", "hardware", "user_code", "works_alone"})
 """Features that the explanation of any failure has."""
+
+
+def _stated_by(section: str, feature: Feature) -> Feature | None:
+    """What a section of an article says of a feature: that it is the cause, or that it helped."""
+    kinds = {"cause": ("symptom", "stated"), "fix": ("setting", "helped")}
+    kind, word = kinds.get(section, ("", ""))
+    if feature.kind != kind or not _is_plain(feature.id):
+        return None
+    return replace(feature, id=f"{word}:{feature.id}", kind="statement")
+
+
 def _is_plain(name: str) -> bool:
     """Whether a feature is a word of the text itself, and one that says something of the cause."""
     return ":" not in name and name not in _BROAD
@@ -299,9 +306,7 @@ def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iter
         # The modules of a traceback and the names of devices are no settings of the run.
         bare = _NAMES.sub(lambda match: " " * len(match[0]), text)
         matches = [
-            match
-            for match in matches
-            if match.section != "setting" or _compiled(match.phrase).search(bare)
+            match for match in matches if match.section != "setting" or _compiled(match.phrase).search(bare)
         ]
     names = {match.feature for match in matches}
     for match in matches:

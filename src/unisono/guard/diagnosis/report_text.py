@@ -64,19 +64,14 @@ class ReportText:
         """
         letters = "".join(_letters(quote))
         for row in self.rows[line - 1 : line - 1 + _WRAPPED_LINES] if letters else ():
-            places = [
-                (letter, place) for place, sign in enumerate(row) for letter in _letters(sign)
-            ]
+            places = [(letter, place) for place, sign in enumerate(row) for letter in _letters(sign)]
             text = "".join(letter for letter, _ in places)
             length = len(letters)
             if (start := text.find(letters)) < 0:
                 length = _common(text, letters)
                 start = len(text) - length
             if length >= min(len(letters), _LEAST_QUOTED):
-                last = places[start + length - 1][1] + 1
-                while last < len(row) and row[last] in _CLOSING:
-                    last += 1
-                return row[places[start][1] : last]
+                return _whole_words(row, places[start][1], places[start + length - 1][1] + 1)
         return quote
 
     def log_text(self) -> str:
@@ -90,7 +85,6 @@ class ReportText:
                 before = rows[passage.line - 1]
                 rows[passage.line - 1] = f"{before}\r{passage.text}" if before else passage.text
         return "\n".join(rows) + "\n"
-
 
     @property
     def title_line(self) -> int:
@@ -120,6 +114,7 @@ _LONG_QUOTATION = 40
 
 _WRAPPED_LINES = 12
 _LEAST_QUOTED = 6
+_WORD_SIGN = re.compile(r"[A-Za-z0-9_-]")
 _CLOSING = "。.!?;:)]}\"'”』」%"
 
 
@@ -128,8 +123,19 @@ def _letters(text: str) -> Iterator[str]:
     return (sign for sign in unicodedata.normalize("NFKC", text) if sign.isalnum())
 
 
+def _whole_words(row: str, first: int, last: int) -> str:
+    """A part of a line, with the words that it begins and ends in, and what closes it."""
+    while first and _WORD_SIGN.match(row[first]) and _WORD_SIGN.match(row[first - 1]):
+        first -= 1
+    while last < len(row) and _WORD_SIGN.match(row[last]) and _WORD_SIGN.match(row[last - 1]):
+        last += 1
+    while last < len(row) and row[last] in _CLOSING:
+        last += 1
+    return row[first:last]
+
+
 def _common(text: str, quote: str) -> int:
-    """How many characters at the end of a line are the beginning of a quotation that goes on below."""
+    """How many characters at the end of a line begin a quotation that goes on below."""
     most = min(len(text), len(quote))
     return next((length for length in range(most, 0, -1) if text.endswith(quote[:length])), 0)
 

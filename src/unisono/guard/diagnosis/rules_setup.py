@@ -414,11 +414,18 @@ def find_unscheduled(view: View) -> list[Hypothesis]:
 def find_hccl(view: View) -> list[Hypothesis]:
     """A collective of Ascend NPUs failed, and no rank reports anything else."""
     lines = [event for event in view.facts.pointing_to("hccl_error") if not view.survived(event)]
-    others = [trace for trace in view.tracebacks if "HCCL" not in trace.event.text and not view.is_victim(trace)]
+    others = [
+        trace for trace in view.tracebacks if "HCCL" not in trace.event.text and not view.is_victim(trace)
+    ]
     if not lines or others:
         return []
     return [
-        Hypothesis("hccl_error", "HCCL reports an error, and no rank another one", first_of_each(lines), confidence=0.85)
+        Hypothesis(
+            "hccl_error",
+            "HCCL reports an error, and no rank another one",
+            first_of_each(lines),
+            confidence=0.85,
+        )
     ]
 
 

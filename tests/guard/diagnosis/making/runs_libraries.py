@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from tests.guard.diagnosis.making.record import PROGRAMS, Want, case, neutral, run, squeeze, when
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -31,7 +31,9 @@ MODES = {
 """What goes wrong in one process, and what a diagnosis has to say."""
 
 
-def one(base: Path, mode: str, want: Want, place: int, launcher: tuple[str, ...] = (sys.executable,)) -> dict[str, object]:
+def one(
+    base: Path, mode: str, want: Want, place: int, launcher: tuple[str, ...] = (sys.executable,)
+) -> dict[str, object]:
     """A program of one mode; `wandb` has to be installed for its own."""
     work = base / mode
     text = run([*launcher, str(PROGRAM)], {"MODE": mode, "HOME": str(work)}, work, 90)

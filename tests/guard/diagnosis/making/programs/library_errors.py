@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201, E402, PLC0415
+# ruff: noqa: ANN001, ANN201
 # mypy: ignore-errors
 """Errors that torch, datasets, peft, accelerate and TRL raise themselves; MODE is which one.
 
@@ -118,7 +118,7 @@ def cuda_home():
 def ninja():
     from torch.utils.cpp_extension import load_inline
 
-    source = '#include <aio.h>\n#include <libaio_missing.h>\nint f() { return 0; }'
+    source = "#include <aio.h>\n#include <libaio_missing.h>\nint f() { return 0; }"
     load_inline("async_io", cpp_sources=source, functions=["f"], build_directory=str(WORK), verbose=True)
 
 
@@ -133,7 +133,13 @@ def split():
 def trl_batch():
     from trl import GRPOConfig
 
-    GRPOConfig(output_dir=str(WORK / "out"), per_device_train_batch_size=3, num_generations=8, use_cpu=True, bf16=False)
+    GRPOConfig(
+        output_dir=str(WORK / "out"),
+        per_device_train_batch_size=3,
+        num_generations=8,
+        use_cpu=True,
+        bf16=False,
+    )
 
 
 def accelerate_batch():
@@ -157,7 +163,9 @@ def remote_code():
 
     folder = WORK / "custom-model"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "custom", "auto_map": {"AutoConfig": "configuration_custom.C"}}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "custom", "auto_map": {"AutoConfig": "configuration_custom.C"}})
+    )
     (folder / "configuration_custom.py").write_text("from transformers import PretrainedConfig as C\n")
     AutoConfig.from_pretrained(str(folder))
 
