@@ -68,10 +68,12 @@ KINDS = {
     "Hangs": (
         "rank_stalled", "rank_stopped", "gil_held", "user_code_stuck", "io_blocked", "data_starved",
         "waits_for_input", "unequal_steps", "collective_mismatch", "device_unbound_barrier", "straggler",
+        "cpu_oversubscribed", "tracker_login",
     ),
     "Crashes": (
         "rank_killed", "rank_died_first", "preempted_sigterm", "user_code_error", "unused_parameters_ddp",
-        "process_group_destroyed_twice", "teardown_crash", "single_device_nccl", "ray_worker_died",
+        "process_group_destroyed_twice", "teardown_crash", "single_device_nccl", "ray_worker_died", "terminal_closed",
+        "adapter_gets_no_gradient", "model_split_over_devices", "cuda_kernel_error", "hccl_error",
     ),
     "Rewards": (
         "reward_error", "reward_timeout", "no_reward_signal", "entropy_collapsed", "answers_never_stop", "kl_exploded",
@@ -80,27 +82,30 @@ KINDS = {
     "Network": (
         "node_unreachable", "head_unreachable", "address_unreachable", "rdzv_timeout", "port_in_use", "dns_failure",
         "hostname_loopback", "nccl_socket_iface", "ib_unreachable", "mtu_blackhole", "hub_unreachable",
+        "proxy_between_pods",
     ),
     "Start of nodes": (
         "node_missing", "node_refused", "node_duplicate", "token_rejected", "nproc_mismatch", "world_mismatch",
-        "stale_process", "clock_skew", "ray_resources_unsatisfiable",
+        "stale_process", "clock_skew", "ray_resources_unsatisfiable", "pod_not_scheduled",
     ),
     "GPUs and drivers": (
         "gpu_fell_off", "ecc_error", "p2p_blocked", "driver_too_old", "cuda_arch_unsupported", "no_cuda_build",
-        "bnb_no_gpu", "invalid_device_ordinal", "duplicate_gpu", "device_mismatch",
+        "bnb_no_gpu", "invalid_device_ordinal", "duplicate_gpu", "device_mismatch", "bf16_unsupported",
+        "nccl_missing_on_windows",
     ),
     "Packages and environment": (
         "missing_dependency", "flash_attn_missing", "version_mismatch", "version_known_bad", "env_mismatch",
-        "env_suspicious", "code_mismatch", "ulimit",
+        "env_suspicious", "code_mismatch", "ulimit", "extension_build_failed",
     ),
     "Config, data and model": (
         "config_mismatch", "plan_mismatch", "data_mismatch", "picture_changed", "split_mismatch", "dataset_cache_race",
         "tokenizer_files_mismatch", "tokenizer_mismatch", "weights_mismatch", "model_path_missing", "gated_model",
-        "nan_loss", "replicas_diverged",
+        "nan_loss", "replicas_diverged", "dataset_file_unreadable", "all_labels_masked", "eos_never_learned",
+        "multimodal_tokens_truncated", "batch_sizes_do_not_divide",
     ),
     "Storage and checkpoints": (
         "disk_full", "storage_not_shared", "storage_unfit", "output_removed", "corrupt_checkpoint",
-        "checkpoint_mismatch", "checkpoint_not_shared", "resume_mismatch",
+        "checkpoint_mismatch", "checkpoint_not_shared", "resume_mismatch", "weights_only_load", "shared_tensors_on_save",
     ),
     "No cause": (
         "healthy", "undetermined",

@@ -35,7 +35,9 @@ def test_every_cause_of_the_catalogue_has_signs_and_a_check() -> None:
     assert set(TABLE.entries) == (set(CATALOGUE) - {"healthy", "undetermined"}) | {NO_FAILURE}
     for entry in all_entries():
         assert (entry.signs is None) == (entry.cause.id in ("healthy", "undetermined")), entry.cause.id
-        assert entry.signs is None or entry.signs.strong or entry.signs.some, entry.cause.id
+        assert entry.signs is None or entry.signs.own or entry.signs.strong or entry.signs.some, (
+            entry.cause.id
+        )
         assert entry.signs is None or entry.signs.check, entry.cause.id
 
 

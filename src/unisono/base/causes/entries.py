@@ -78,6 +78,7 @@ class Judgement:
         counts_as_warning: it is valid even if it is only in a warning.
         explains_exceptions: its lines explain the exceptions beside them.
         needs_whole_logs: it shows by what a whole log lacks; a few quoted lines prove it less.
+        proves_less: ids of its signatures whose lines have other causes, too, as often.
         harmless: the result of the run is complete.
     """
 
@@ -89,6 +90,7 @@ class Judgement:
     counts_as_warning: bool = False
     explains_exceptions: bool = True
     needs_whole_logs: bool = False
+    proves_less: tuple[str, ...] = ()
     harmless: bool = False
 
 
@@ -103,6 +105,7 @@ class Signs:
 
     Attributes:
         common, rare: raise and lower a cause that many or few reports have.
+        own: features that speak for this cause alone.
         strong, some, weak: how much a feature speaks for the cause; against, excludes: how much it
             speaks against it.
         check: commands that would tell.
@@ -111,6 +114,7 @@ class Signs:
 
     common: int = 0
     rare: int = 0
+    own: tuple[str, ...] = ()
     strong: tuple[str, ...] = ()
     some: tuple[str, ...] = ()
     weak: tuple[str, ...] = ()

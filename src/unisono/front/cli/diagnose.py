@@ -35,6 +35,9 @@ def diagnose(
     ask: Annotated[
         bool, typer.Option("--ask", help="Ask questions that distinguish the possible causes, one at a time.")
     ] = False,
+    explain_missing: Annotated[
+        bool, typer.Option("--explain-missing", help="Also show which log or command would decide, and why.")
+    ] = False,
 ) -> None:
     """Read the logs of a failed run of any tool, or a bug report, and show the cause, the culprit,
     the evidence and the fix.
@@ -43,20 +46,22 @@ def diagnose(
     from unisono.guard.diagnosis.reading import diagnose_paths
 
     diagnosis = diagnose_paths(paths, reading=ReadingLine, on_refused=output().warn)
-    _show(diagnosis, every=every, timeline=timeline)
+    _show(diagnosis, every=every, timeline=timeline, explain_missing=explain_missing)
     if ask:
         _ask(diagnosis)
 
 
-def _show(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
+def _show(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool, explain_missing: bool) -> None:
     if output().json:
-        _emit(diagnosis, every=every, timeline=timeline)
+        _emit(diagnosis, every=every, timeline=timeline, explain_missing=explain_missing)
         return
     from unisono.guard.diagnosis.lines import redacted
 
     printer = output()
     for line in _lines(diagnosis, every=every):
         printer.result(redacted(line))
+    for needed in _needed(diagnosis) if explain_missing else ():
+        printer.result(redacted(f"NEEDED    {needed['what']}: {needed['why']}"))
     if timeline:
         printer.result("")
         for line in _drawn(diagnosis):
@@ -67,9 +72,11 @@ def _show(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
 def _lines(diagnosis: "DiagnosisResult", *, every: bool) -> Iterator[str]:
     if diagnosis.verdict.cause == "undetermined" and diagnosis.ranking.hypotheses:
         yield f"WHAT      no log line proves the cause; these fit, most likely first  [{diagnosis.verdict.cause}]"
-        yield from ranking_lines(diagnosis.ranking, language=diagnosis.language)
+        yield from ranking_lines(
+            diagnosis.ranking, language=diagnosis.language, in_short=not diagnosis.language
+        )
         if not diagnosis.language:
-            yield from diagnosis.verdict.lines()[1:]
+            yield from _seen_and_missing(diagnosis)
     else:
         yield from diagnosis.verdict.lines()
     for link in diagnosis.chain[1:]:
@@ -82,13 +89,25 @@ def _lines(diagnosis: "DiagnosisResult", *, every: bool) -> Iterator[str]:
         yield from verdict.lines()
 
 
+def _seen_and_missing(diagnosis: "DiagnosisResult") -> Iterator[str]:
+    """Of logs that prove nothing: the lines that come nearest, and what would tell more."""
+    for item in diagnosis.verdict.evidence[:_NEAREST]:
+        yield f"EVIDENCE  {item.where}: {item.text}"
+    if diagnosis.missing:
+        yield f"MISSING   {'; '.join(diagnosis.missing)}"
+
+
+_NEAREST = 2
 _SHOWN = 3
 _QUOTED_CHARS = 90
 
 
-def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
+def ranking_lines(ranking: "Ranking", *, language: str = "", in_short: bool = False) -> Iterator[str]:
     """The hypotheses with what speaks for them, and the questions that would tell them apart, for
-    people.
+    people: how to check it and all the rest of the first alone.
+
+    Args:
+        in_short: whether only the first one has a fix, since other lines follow.
     """
     from unisono.base.text import one_line
 
@@ -100,19 +119,18 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
             f"  {number}  {one.cause:<26} {one.likelihood:<9}"
             f" {'; '.join(list(seen)[:_SHOWN]) or 'it is frequent'}"
         )
-        for item in one.against[:1]:
-            yield f'     against: {item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"'
-        if one.check:
-            yield f"     check: {'; '.join(one.check[:2])}"
-        if one.fix:
+        if number == 1:
+            for item in one.against[:1]:
+                yield f'     against: {item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"'
+            if one.check:
+                yield f"     check: {'; '.join(one.check[:2])}"
+        if one.fix and (number == 1 or not in_short):
             yield f"     if this: {one.fix[0]}"
-        if one.fix_here:
+        if number == 1 and one.fix_in_text:
+            yield f"     the text: {'; '.join(one_line(fix, limit=_QUOTED_CHARS) for fix in one.fix_in_text[:2])}"
+        elif number == 1 and one.fix_here:
             yield f"     with unisono: {one.fix_here[0]}"
-    if ranking.unlikely:
-        yield f"  unlikely: {'; '.join(f'{cause} ({why})' for cause, why in ranking.unlikely)}"
-    if ranking.ruled_out:
-        yield f"  ruled out: {', '.join(ranking.ruled_out)} (no such line in a complete log)"
-    for number, question in enumerate(ranking.questions):
+    for number, question in enumerate(ranking.questions[: 1 if in_short else 2]):
         yield f"{'ASK' if not number else '':<10}{question.zh if language == 'zh' else question.en}"
 
 
@@ -168,10 +186,30 @@ def _answer(question: str) -> str:
     return _ANSWERS.get(text.strip().lower(), "")
 
 
-def _emit(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
+def _needed(diagnosis: "DiagnosisResult") -> list[dict[str, str]]:
+    """What would decide between the possible causes, each with the reason; nothing is needed where
+    lines prove the cause.
+    """
+    from unisono.base.causes import find_cause
+
+    if diagnosis.is_proved:
+        return []
+    missing = ("the logs of all ranks, from their beginning",) if diagnosis.language else diagnosis.missing
+    needed = [{"what": one, "why": "the rank that failed first has not been heard"} for one in missing]
+    for one in diagnosis.ranking.hypotheses:
+        cause = find_cause(one.cause)
+        why = f"it shows whether it is {one.cause}" + (f" ({cause.title})" if cause else "")
+        needed += [{"what": check, "why": why} for check in one.check[:1]]
+    questions = (one.zh if diagnosis.language == "zh" else one.en for one in diagnosis.ranking.questions)
+    return [*needed, *({"what": one, "why": "the answer changes which cause is first"} for one in questions)]
+
+
+def _emit(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool, explain_missing: bool) -> None:
     from unisono.guard.diagnosis.lines import redacted_json
 
     more = {"timeline": redacted_json(_drawn(diagnosis))} if timeline else {}
+    if explain_missing:
+        more["needed"] = redacted_json(_needed(diagnosis))
     output().emit({**diagnosis.to_json(every=every), **more})
 
 

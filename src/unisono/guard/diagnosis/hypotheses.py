@@ -24,15 +24,15 @@ from unisono.base.causes.entries import Signs, all_entries
 from unisono.base.causes.verdict import OwnRunOnly
 from unisono.guard.diagnosis.line_prefixes import split_prefix
 from unisono.guard.diagnosis.report_terms import Feature
-from unisono.guard.diagnosis.run_facts import Hypothesis, RunFacts
+from unisono.guard.diagnosis.run_facts import Hypothesis, RunFacts, View
 
 NO_FAILURE = "no_failure"
 """The outcome for a text that reports no failure; no cause of the catalogue."""
-MOST, _LEAST = 5, 3
+MOST, _LEAST = 3, 3
 """Maximum number of hypotheses, and how many are given however low their scores are."""
 LIKELY, POSSIBLE = 0.55, 0.15
 """Scores from which a cause is called likely or possible."""
-_MOST_BECAUSE, _MOST_QUESTIONS = 6, 3
+_MOST_BECAUSE, _MOST_QUESTIONS = 6, 2
 _LEAST_SCORE = 0.02
 _PROVED = 0.8
 """Confidence of a finding of the logs from which it counts as stated by a line."""
@@ -41,6 +41,8 @@ NO_FAILURE_FROM = 0.4
 """Probability of no failure from which log lines are taken for examples of a guide or a changelog,
 and no cause is called likely.
 """
+_NONE_IF_EXPLAINED = 0.1
+"""Largest probability of no failure for a text that explains one."""
 _CERTAINLY_NONE = 0.97
 """Probability of no failure from which no cause is named at all."""
 
@@ -60,7 +62,8 @@ class RankedCause:
         score: the calibrated probability, 0 to 1.
         because: what speaks for it, the strongest first; against: what speaks against it.
         check: commands that would confirm or exclude it.
-        fix: what to do if it is the cause, for any program; fix_here: the same with unisono.
+        fix: what to do if it is the cause, for any program; fix_here: the same with unisono;
+            fix_in_text: what the text itself gives as the fix.
     """
 
     cause: str
@@ -70,6 +73,7 @@ class RankedCause:
     check: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
     fix_here: tuple[str, ...] = ()
+    fix_in_text: tuple[str, ...] = ()
 
     @property
     def likelihood(self) -> Likelihood:
@@ -85,7 +89,7 @@ class RankedCause:
             "because": [_evidence(one) for one in self.because],
             "against": [_evidence(one) for one in self.against],
             "check": list(self.check),
-            "fix": list(self.fix),
+            "fix": [*self.fix, *self.fix_in_text],
             "fix_here": list(self.fix_here),
         }
 
@@ -174,12 +178,14 @@ class Table:
             return stated
         if kind in ("proved", "suggested", "line", "warning"):
             return self.levels[kind] if name == cause else 0.0
+        if kind in ("stated", "helped") and self.entries[cause].weights.get(name, 0.0) > 0:
+            return self.levels[kind]
         if kind == "not":
             return -DENIED_SHARE * self.entries[cause].weights.get(name, 0.0)
         return 0.0
 
 
-_WORDS = ("strong", "some", "weak", "against", "excludes")
+_WORDS = ("own", "strong", "some", "weak", "against", "excludes")
 
 
 @functools.cache
@@ -227,7 +233,10 @@ def _weighed(signs: Signs, levels: Mapping[str, float], fitted: Mapping[str, flo
 
 
 def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Feature]:
-    """What the lines of logs say: findings of the rules, and lines that indicate a cause."""
+    """What the lines of logs say: findings of the rules, and lines that indicate a cause and that
+    the run did not survive.
+    """
+    view = View(facts)
     features: dict[str, Feature] = {}
     for finding in findings:
         if finding.cause in ("undetermined", "healthy"):
@@ -240,6 +249,8 @@ def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Featur
         )
         features[f"{kind}:{finding.cause}"] = Feature(f"{kind}:{finding.cause}", where, text, "log")
     for event in facts.events:
+        if event.kind != "warning" and (view.survived(event) or view.is_skipped(event)):
+            continue
         if event.cause in CATALOGUE and event.kind in ("warning", "error", "death"):
             name = f"{'warning' if event.kind == 'warning' else 'line'}:{event.cause}"
             features.setdefault(name, Feature(name, event.where, _words(event.text), "log"))
@@ -270,6 +281,8 @@ def no_failure(features: Iterable[str], table: Table) -> float:
     return 1 / (1 + math.exp(-_logit(NO_FAILURE, set(features), table)))
 
 
+EXPLAINS = "explains"
+"""Sign that a text explains one failure, with its cause and its fix."""
 NARRATION = frozenset({"narrates", "first_person", "asks_help", "tracebacks"})
 """Signs that a text is about a run of its author."""
 _FAILING = frozenset(
@@ -293,14 +306,30 @@ _FAILING = frozenset(
 )
 
 
+@functools.cache
+def _own_features() -> frozenset[str]:
+    """The features that speak for one cause alone: each is the word of a failure."""
+    return frozenset(name for _, signs in _signs_of_causes() for name in signs.own)
+
+
 def _is_failing(feature: str) -> bool:
     """Whether a feature says that something went wrong, rather than how the run is set up."""
     kind = feature.partition(":")[0]
     return (
         feature in _FAILING
+        or feature in _own_features()
         or feature.startswith("hang")
         or kind in ("useless", "line", "proved", "suggested", "tracebacks")
     )
+
+
+_CALM = frozenset({"question_only", "works_now", "changelog"})
+"""What a text without a failure says of itself."""
+
+
+def _is_calm(names: Sequence[str]) -> bool:
+    """Whether a text asks or tells something, and nothing failed."""
+    return bool(_CALM & set(names)) and "fails_now" not in names and not any(map(_is_failing, names))
 
 
 def is_about_a_failure(features: Sequence[Feature]) -> bool:
@@ -332,9 +361,12 @@ def rank(
     used = table or default_table()
     names = [feature.id for feature in features]
     chances, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
-    if not is_failure and not _is_narrated(names):
+    if EXPLAINS in names and any(map(_is_failing, names)):
+        none = min(none, _NONE_IF_EXPLAINED)
+    elif not is_failure and not _is_narrated(names):
         none = max(none, NO_FAILURE_FROM + 0.05)
-    if not features or none > _CERTAINLY_NONE:
+    is_calm = none > NO_FAILURE_FROM and _is_calm(names)
+    if not features or none > _CERTAINLY_NONE or is_calm:
         return Ranking(no_failure=none)
     most = 1 - none if none <= NO_FAILURE_FROM else min(1 - none, LIKELY - 0.01)
     chances = {cause: used.calibrated(chance) * most for cause, chance in chances.items()}
@@ -343,7 +375,7 @@ def rank(
     chosen = [
         cause
         for index, cause in enumerate(supported[:MOST])
-        if index < _LEAST or chances[cause] >= _LEAST_SCORE
+        if not index or chances[cause] >= _LEAST_SCORE or (index < _LEAST and EXPLAINS not in names)
     ]
     return Ranking(
         hypotheses=tuple(_ranked(cause, chances[cause], features, framework, used) for cause in chosen),
@@ -394,7 +426,7 @@ def _questions(
     gains = {
         question: _gain(yes, shares, entropy)
         for question, (yes, shown_by) in table.answers.items()
-        if question.feature not in seen and shown_by.isdisjoint(seen)
+        if question.feature not in seen and shown_by.isdisjoint(seen) and _decides(yes, shares)
     }
     best = sorted(gains, key=lambda question: -gains[question])
     return tuple(question for question in best if gains[question] > 0.01)[:_MOST_QUESTIONS]
@@ -414,6 +446,12 @@ def _shown_by(feature: str, table: Table) -> set[str]:
         if len(causes) == 1
         else set()
     )
+
+
+def _decides(yes: Mapping[str, float], shares: Mapping[str, float]) -> bool:
+    """Whether the answers to a question would put different causes first."""
+    first = max(shares, key=lambda cause: shares[cause] * yes[cause])
+    return first != max(shares, key=lambda cause: shares[cause] * (1 - yes[cause]))
 
 
 def _gain(yes: Mapping[str, float], shares: Mapping[str, float], entropy: float) -> float:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from unisono.base.causes.entries import judgement_of
 from unisono.base.causes.verdict import Evidence, Verdict
+from unisono.guard.diagnosis.article_text import sectioned
 from unisono.guard.diagnosis.hypotheses import NARRATION, NO_FAILURE_FROM, Ranking, log_features, rank
 from unisono.guard.diagnosis.lines import redacted_json
 from unisono.guard.diagnosis.own_verdicts import find_stated
 from unisono.guard.diagnosis.remedy import remedy
 from unisono.guard.diagnosis.report_terms import Feature
+from unisono.guard.diagnosis.report_text import ReportText
 from unisono.guard.diagnosis.rules_death import (
     find_cancelled,
     find_deaths,
@@ -24,16 +26,20 @@ from unisono.guard.diagnosis.rules_death import (
 from unisono.guard.diagnosis.rules_hang import find_hang, find_mismatches, find_uneven
 from unisono.guard.diagnosis.rules_named import find_finished, find_named, find_nan, find_user_errors
 from unisono.guard.diagnosis.rules_setup import (
+    find_hccl,
     find_interfaces,
     find_ray_resources,
     find_rendezvous,
     find_single_device,
     find_unbound,
     find_unequal_nodes,
+    find_unscheduled,
     find_unshared,
     find_versions,
+    without_nccl,
 )
 from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, RunFacts, View, first_of_each, ranks_of
+from unisono.guard.diagnosis.stated_versions import stated_versions
 
 CERTAIN = 0.8
 """Hypotheses with less confidence come after the program's own exceptions."""
@@ -45,6 +51,7 @@ _WORDS: tuple[Callable[[View], list[Hypothesis]], ...] = (
     find_single_device,
     find_interfaces,
     find_unshared,
+    find_unscheduled,
 )
 _STRUCTURE: tuple[Callable[[View], list[Hypothesis]], ...] = (
     find_unequal_nodes,
@@ -56,6 +63,7 @@ _STRUCTURE: tuple[Callable[[View], list[Hypothesis]], ...] = (
     find_unbound,
     find_hang,
     find_ray_deaths,
+    find_hccl,
 )
 
 
@@ -177,24 +185,29 @@ def make_diagnosis(
     reported: Sequence[Feature] = (),
     *,
     language: str = "",
-    excerpts: Container[str] = (),
+    reports: Sequence[ReportText] = (),
 ) -> DiagnosisResult:
     """The diagnosis: the first hypothesis as the verdict, the others as alternatives.
 
     Args:
         findings: of the rules, the most likely first.
         language: of the reports; empty: there are logs, too.
-        excerpts: names of the reports: their log lines were chosen by somebody.
+        reports: their log lines were chosen by somebody.
     """
-    findings = [_of_excerpt(finding, excerpts) for finding in findings]
+    excerpts = frozenset(report.name for report in reports)
+    on_windows = any(feature.id == "windows" for feature in reported)
+    findings = [
+        _as_proved(without_nccl(finding, facts, on_windows=on_windows), excerpts) for finding in findings
+    ]
     features = (*reported, *log_features(facts, findings))
     ranking = rank(features, framework=facts.framework, is_failure=not language)
     if not language and not any(name in excerpts for name in facts.sources):
         ranking = replace(ranking, ruled_out=_not_in_complete_logs(facts, ranking))
+    findings = sorted(findings, key=lambda finding: _is_of_a_title(finding, reports))
+    ranking = _with_known_bugs(_with_fixes_of_text(ranking, reports), reports)
     first = findings[0]
-    narrated = any(feature.id in NARRATION for feature in reported)
-    unproved = first.confidence < CERTAIN or ranking.no_failure > NO_FAILURE_FROM or not narrated
-    if language and unproved and first.cause not in ("healthy", "undetermined"):
+    proved = first.confidence >= CERTAIN and _is_stated(first, reported, ranking, reports)
+    if language and not proved and first.cause not in ("healthy", "undetermined"):
         findings = [*find_undetermined(View(facts)), *findings]
     first = findings[0]
     verdict = verdict_of(first, facts)
@@ -211,6 +224,66 @@ def make_diagnosis(
         features=features,
         ranking=ranking if uncertain else Ranking(),
     )
+
+
+_OF_A_RUN = frozenset({"narrates", "first_person"})
+_PERSONAL = _OF_A_RUN | {"asks_help"}
+_RARELY_FAILURE = 0.9
+_TEACHING = frozenset(
+    {"changelog", "instruction", "second_person", "conditional", "question_only", "works_now"}
+)
+"""What a text says of itself: a person's run, or a guide, a changelog or a question about what may
+happen.
+"""
+
+
+def _with_fixes_of_text(ranking: Ranking, reports: Sequence[ReportText]) -> Ranking:
+    """The ranking; the first cause has what an article gives as its fix, too."""
+    fixes = [
+        report.verbatim(passage.line, passage.text)
+        for report in reports
+        for passage in sectioned(report.passages).fixes()
+    ]
+    if not fixes or not ranking.hypotheses:
+        return ranking
+    first, *others = ranking.hypotheses
+    return replace(ranking, hypotheses=(replace(first, fix_in_text=tuple(fixes)), *others))
+
+
+def _with_known_bugs(ranking: Ranking, reports: Sequence[ReportText]) -> Ranking:
+    """The ranking; a known bug of a version that a report states is the first fix of its cause."""
+    if all(one.cause != "version_known_bad" for one in ranking.hypotheses):
+        return ranking
+    stated = [one.bug for report in reports for one in stated_versions(report.passages) if one.bug]
+    hypotheses = (
+        replace(one, fix=(*stated, *one.fix)) if one.cause == "version_known_bad" else one
+        for one in ranking.hypotheses
+    )
+    return replace(ranking, hypotheses=tuple(hypotheses))
+
+
+def _is_of_a_title(finding: Hypothesis, reports: Sequence[ReportText]) -> bool:
+    """Whether only the title of a report states it: the lines below say what it really was."""
+    titles = {(report.name, report.title_line) for report in reports}
+    return bool(finding.evidence) and all((event.source, event.line) in titles for event in finding.evidence)
+
+
+def _is_stated(
+    finding: Hypothesis,
+    reported: Sequence[Feature],
+    ranking: Ranking,
+    reports: Sequence[ReportText],
+) -> bool:
+    """Whether a line of a report is of the reporter's run, rather than an example in a guide."""
+    names = {feature.id for feature in reported}
+    if ranking.no_failure <= NO_FAILURE_FROM and names & NARRATION:
+        return True
+    first = finding.evidence[0] if finding.evidence else None
+    personal = bool(names & (_PERSONAL if ranking.no_failure <= _RARELY_FAILURE else _OF_A_RUN))
+    printed = first is not None and any(
+        report.name == first.source and report.is_printed(first.line, quoted=personal) for report in reports
+    )
+    return printed and (personal or not names & _TEACHING)
 
 
 _SAID_BY_THE_RANK = ("cuda_oom", "disk_full", "port_in_use", "missing_dependency")
@@ -230,12 +303,16 @@ def _not_in_complete_logs(facts: RunFacts, ranking: Ranking) -> tuple[str, ...]:
     return tuple(cause for cause in _SAID_BY_THE_RANK if cause not in named)[:_MOST_RULED_OUT]
 
 
-def _of_excerpt(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
-    """A finding; a general one proves less if its lines are some that somebody chose to quote."""
+def _as_proved(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
+    """A finding; a general one proves less if its lines are some that somebody chose to quote, and
+    one whose lines have other causes as often proves less anyway.
+    """
+    judgement = judgement_of(finding.cause)
     quoted = any(event.source in excerpts for event in finding.evidence[:1])
-    if not quoted or not judgement_of(finding.cause).needs_whole_logs:
-        return finding
-    return replace(finding, confidence=min(finding.confidence, 0.6))
+    vague = finding.evidence and all(event.signature in judgement.proves_less for event in finding.evidence)
+    if vague or (quoted and judgement.needs_whole_logs):
+        return replace(finding, confidence=min(finding.confidence, 0.6))
+    return finding
 
 
 def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:
@@ -346,7 +423,11 @@ def find_undetermined(view: View) -> list[Hypothesis]:
                 missing=("the logs of all ranks", "dmesg of their hosts"),
             )
         ]
-    errors = [event for event in view.facts.events if event.kind in ("error", "death")]
+    errors = [
+        event
+        for event in view.facts.events
+        if event.kind in ("error", "death") and not view.survived(event) and not view.is_skipped(event)
+    ]
     if errors:
         return [
             Hypothesis(

@@ -35,9 +35,16 @@ _IGNORED = ("Exception ignored in", _THREAD, "Error in atexit", "Exception ignor
 _IN_TABLE = re.compile(r"^\s{0,8}traceback\s{0,3}: ")
 _REMOTE = re.compile(r"\(pid=(?P<pid>\d{1,10}), ip=(?P<ip>[\w.:-]{3,60})")
 _PACKAGES = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3|^<frozen|/(?:torch|transformers|accelerate|deepspeed|lightning"
-    r"|pytorch_lightning|ray)/\w|^/opt/conda/lib/"
+    r"[/\\](?:site|dist)-packages[/\\]|[/\\][Ll]ib[/\\]python\d|^<(?:frozen|string|stdin)|[/\\]envs[/\\]\w+[/\\]lib"
+    r"|(?:^|[/\\])(?:torch|transformers|accelerate|deepspeed|lightning|pytorch_lightning|ray|datasets|peft|trl|vllm"
+    r"|bitsandbytes|diffusers|safetensors|llamafactory|xtuner|mmengine|colossalai|openrlhf|unsloth|torchtune)[/\\]\w"
+    r"|(?:^|[/\\])(?:megatron[/\\](?:core|training|legacy|model|data)|verl[/\\](?:trainer|workers|utils|single_controller)"
+    r"|swift[/\\](?:llm|trainers|utils|cli)|axolotl[/\\](?:cli|core|utils|train)|nemo[/\\](?:collections|core|utils))\b"
+    r"|[/\\]bin[/\\][\w.-]{1,60}$|^/opt/conda/lib/|^/usr/lib/python|[/\\]Lib[/\\](?:threading|runpy|multiprocessing)"
 )
+"""Paths of installed packages and of training tools, also where these are run from their own
+repositories.
+"""
 
 
 @dataclass(slots=True)

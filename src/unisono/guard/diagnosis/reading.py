@@ -10,12 +10,13 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from unisono.base.errors import UsageError
 from unisono.base.files import open_given
+from unisono.guard.diagnosis.article_text import without_navigation
 from unisono.guard.diagnosis.attribution import with_host
 from unisono.guard.diagnosis.flight_recording import (
     MOST_BYTES,
@@ -29,10 +30,11 @@ from unisono.guard.diagnosis.gather import gather
 from unisono.guard.diagnosis.hypotheses import is_about_a_failure
 from unisono.guard.diagnosis.judge import DiagnosisResult, judge, make_diagnosis
 from unisono.guard.diagnosis.own_runs import diagnose_run, is_run, log_files
-from unisono.guard.diagnosis.report_terms import find_features
+from unisono.guard.diagnosis.report_terms import Feature, find_features
 from unisono.guard.diagnosis.report_text import MOST_BYTES as MOST_REPORT_BYTES
 from unisono.guard.diagnosis.report_text import ReportText, read_report
 from unisono.guard.diagnosis.scan import Scanned, scan
+from unisono.guard.diagnosis.stated_versions import FEATURE, stated_versions
 from unisono.guard.rundir import or_nearest_run
 
 STDIN = "-"
@@ -358,7 +360,7 @@ def diagnose_logs(
     """The diagnosis of logs, flight recordings and reports."""
     names = frozenset(report.name for report in reports)
     only_reports = bool(reports) and not recordings and names.issuperset(one.name for one in scanned)
-    features = {report.name: find_features(report.name, report.passages) for report in reports}
+    features = {report.name: [*_quoted(report)] for report in reports}
     # A README beside logs says nothing of the run, and its log lines are examples.
     if not only_reports:
         features = {name: of_report for name, of_report in features.items() if is_about_a_failure(of_report)}
@@ -369,8 +371,20 @@ def diagnose_logs(
         facts,
         [feature for of_report in features.values() for feature in of_report],
         language=reports[0].language if only_reports else "",
-        excerpts=names,
+        reports=reports,
     )
+
+
+def _quoted(report: ReportText) -> Iterator[Feature]:
+    """The features of a report, with quotations in the very characters of the file."""
+    for feature in find_features(report.name, report.passages):
+        line = feature.where.rpartition(":")[2]
+        text = feature.text.strip("…")
+        yield replace(feature, text=report.verbatim(int(line), text)) if line.isdecimal() else feature
+    for one in stated_versions(report.passages):
+        if one.bug:
+            yield Feature(FEATURE, f"{report.name}:{one.line}", one.text, "version")
+            break
 
 
 def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogContents) -> None:
@@ -380,6 +394,7 @@ def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogCont
     head = _head(watched)
     report = read_report(source.name, head)
     if report:
+        report = replace(report, passages=tuple(without_navigation(report.passages)))
         read.reports.append(report)
         read.scanned.append(scan(source.name, io.BytesIO(report.log_text().encode())))
     else:

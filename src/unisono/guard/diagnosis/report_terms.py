@@ -10,10 +10,11 @@ import functools
 import re
 import tomllib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Literal
 
+from unisono.guard.diagnosis.article_text import sectioned
 from unisono.guard.diagnosis.report_text import Language, Passage
 
 FeatureKind = Literal["log", "symptom", "setting", "version", "hardware", "statement"]
@@ -190,6 +191,7 @@ class _Match:
 
     feature: str
     section: str
+    phrase: str
     start: int
     end: int
 
@@ -197,10 +199,14 @@ class _Match:
 def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     """The features of a text, each with its first place.
 
+    What an article gives as the cause is believed, what it gives as the fix has helped, and its
+    general advice does not count.
+
     Args:
         passages: of the text; of log lines only settings and hardware are read.
     """
-    read = passages[:_MOST_PASSAGES]
+    text = sectioned(passages[:_MOST_PASSAGES])
+    read, sections = text.passages, text.sections if text.is_article else ("",) * len(text.passages)
     whole = "\n".join(passage.text for passage in read).lower()
     phrases = [phrase for phrase in _phrases() if any(hint in whole for hint in phrase.hints)]
     of_logs = [phrase for phrase in phrases if phrase.section in _OF_LOGS]
@@ -208,7 +214,11 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     features: dict[str, Feature] = {}
     if any(passage.kind == "log" and _TRACEBACK.search(passage.text) for passage in read):
         features["tracebacks"] = Feature("tracebacks", name, "", "log")
-    for passage in read:
+    if text.is_article:
+        features["explains"] = Feature("explains", name, "", "statement")
+    for passage, section in zip(read, sections, strict=True):
+        if section == "advice":
+            continue
         for match in _VARIABLE.finditer(passage.text):
             setting = f"set:{match[1]}"
             features.setdefault(setting, Feature(setting, f"{name}:{passage.line}", match[0], "setting"))
@@ -217,11 +227,34 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
             used = of_errors if _FAILS.search(passage.text) else of_logs
         for feature in _of_passage(name, passage, used):
             features.setdefault(feature.id, feature)
+            if stated := _stated_by(section, feature):
+                features.setdefault(stated.id, stated)
+    if text.is_article and "fails_one_works_two" in features:
+        features.pop("works_alone", None)
+        features.pop("believed:works_alone", None)
     return [
         feature
         for name, feature in features.items()
         if not _EXCLUDED_BY.get(name, frozenset()) & features.keys() and f"useless:{name}" not in features
     ]
+
+
+_BROAD = frozenset({"versions", "checkpoint", "tokens", "hardware", "user_code", "works_alone"})
+"""Features that the explanation of any failure has."""
+
+
+def _stated_by(section: str, feature: Feature) -> Feature | None:
+    """What a section of an article says of a feature: that it is the cause, or that it helped."""
+    kinds = {"cause": ("symptom", "stated"), "fix": ("setting", "helped")}
+    kind, word = kinds.get(section, ("", ""))
+    if feature.kind != kind or not _is_plain(feature.id):
+        return None
+    return replace(feature, id=f"{word}:{feature.id}", kind="statement")
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a feature is a word of the text itself, and one that says something of the cause."""
+    return ":" not in name and name not in _BROAD
 
 
 _EXCLUDED_BY = {
@@ -255,14 +288,26 @@ def _matches(text: str, phrases: Sequence[_Phrase]) -> list[_Match]:
         if phrase.feature in matches or not any(hint in text for hint in phrase.hints):
             continue
         if match := _compiled(phrase.text).search(text):
-            matches[phrase.feature] = _Match(phrase.feature, phrase.section, *match.span())
+            matches[phrase.feature] = _Match(phrase.feature, phrase.section, phrase.text, *match.span())
     return list(matches.values())
+
+
+_NAMES = re.compile(
+    r"[\w.-]{0,80}/[\w./+-]{1,300}|\b[a-z_]\w{0,60}(?:\.[a-z_]\w{0,60}){1,12}|\bnvidia [\w -]{1,40}"
+)
+"""Paths, dotted names of modules, and names of devices, in lower case."""
 
 
 def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iterator[Feature]:
     text = passage.text.lower()
     where = f"{name}:{passage.line}"
     matches = _matches(text, phrases)
+    if passage.kind != "prose" and _NAMES.search(text):
+        # The modules of a traceback and the names of devices are no settings of the run.
+        bare = _NAMES.sub(lambda match: " " * len(match[0]), text)
+        matches = [
+            match for match in matches if match.section != "setting" or _compiled(match.phrase).search(bare)
+        ]
     names = {match.feature for match in matches}
     for match in matches:
         quote = _around(passage.text, match)

@@ -46,12 +46,33 @@ class ReportText:
     Attributes:
         passages: in the order of the text.
         lines: number of lines of the file.
+        rows: the lines themselves, for quotations; empty for a page in HTML.
     """
 
     name: str
     passages: tuple[Passage, ...]
     language: Language
     lines: int
+    rows: tuple[str, ...] = ()
+
+    def verbatim(self, line: int, quote: str) -> str:
+        """A quotation in the very characters of the file, of one line; as it is if it is not found.
+
+        Args:
+            line: the number of the line where its passage begins.
+            quote: a passage or a part of one: without markup, with other spaces and punctuation.
+        """
+        letters = "".join(_letters(quote))
+        for row in self.rows[line - 1 : line - 1 + _WRAPPED_LINES] if letters else ():
+            places = [(letter, place) for place, sign in enumerate(row) for letter in _letters(sign)]
+            text = "".join(letter for letter, _ in places)
+            length = len(letters)
+            if (start := text.find(letters)) < 0:
+                length = _common(text, letters)
+                start = len(text) - length
+            if length >= min(len(letters), _LEAST_QUOTED):
+                return _whole_words(row, places[start][1], places[start + length - 1][1] + 1)
+        return quote
 
     def log_text(self) -> str:
         """The lines of logs alone; all others are empty, so that line numbers stay.
@@ -64,6 +85,59 @@ class ReportText:
                 before = rows[passage.line - 1]
                 rows[passage.line - 1] = f"{before}\r{passage.text}" if before else passage.text
         return "\n".join(rows) + "\n"
+
+    @property
+    def title_line(self) -> int:
+        """The number of its first line that is not empty; 0: it has none."""
+        return self.passages[0].line if self.passages else 0
+
+    def is_printed(self, line: int, *, quoted: bool = False) -> bool:
+        """Whether a program printed what stands in a line: it is a line of its own, and not words
+        within a sentence.
+
+        Args:
+            quoted: whether a long quotation within a sentence counts, too.
+        """
+        return any(
+            passage.line == line
+            and (
+                (passage.kind == "log" and is_log_line(passage.text))
+                or (quoted and passage.kind != "prose" and len(passage.text) >= _LONG_QUOTATION)
+            )
+            for passage in self.passages
+        )
+
+
+_LONG_QUOTATION = 40
+"""Characters of a log line that names more than the kind of an error."""
+
+
+_WRAPPED_LINES = 12
+_LEAST_QUOTED = 6
+_WORD_SIGN = re.compile(r"[A-Za-z0-9_-]")
+_CLOSING = "。.!?;:)]}\"'”』」%"
+
+
+def _letters(text: str) -> Iterator[str]:
+    """The letters and digits of a text, in the form in which passages have them."""
+    return (sign for sign in unicodedata.normalize("NFKC", text) if sign.isalnum())
+
+
+def _whole_words(row: str, first: int, last: int) -> str:
+    """A part of a line, with the words that it begins and ends in, and what closes it."""
+    while first and _WORD_SIGN.match(row[first]) and _WORD_SIGN.match(row[first - 1]):
+        first -= 1
+    while last < len(row) and _WORD_SIGN.match(row[last]) and _WORD_SIGN.match(row[last - 1]):
+        last += 1
+    while last < len(row) and row[last] in _CLOSING:
+        last += 1
+    return row[first:last]
+
+
+def _common(text: str, quote: str) -> int:
+    """How many characters at the end of a line begin a quotation that goes on below."""
+    most = min(len(text), len(quote))
+    return next((length for length in range(most, 0, -1) if text.endswith(quote[:length])), 0)
 
 
 def _is_quoted_log(text: str) -> bool:
@@ -92,7 +166,9 @@ def read_report(name: str, data: bytes) -> ReportText | None:
         return None
     prose = " ".join(passage.text for passage in passages if passage.kind == "prose")
     language = language_of(prose)
-    return ReportText(name, tuple(_with_bare_logs(passages, language)), language, text.count("\n") + 1)
+    lines = () if _is_html(text) else tuple(text.split("\n"))
+    bare = tuple(_with_bare_logs(passages, language))
+    return ReportText(name, bare, language, text.count("\n") + 1, lines)
 
 
 def _with_bare_logs(passages: list[Passage], language: Language) -> Iterator[Passage]:
@@ -323,6 +399,11 @@ _LOG_LINE = re.compile(
     )""",
     re.VERBOSE,
 )
+_COMMAND = re.compile(
+    r"\s{0,200}(?:set|source|conda|pip3?|python3?|torchrun|deepspeed|accelerate|bash|sh|srun|sbatch|mpirun|ray"
+    r"|nvidia-smi|docker|kubectl|swift|xtuner|llamafactory-cli)\s"
+)
+"""The name of a program at the beginning of a line: of a command, or of a sentence about it."""
 _SETTING = re.compile(r"[\w.-]{2,60}:\s{1,4}\S{1,120}$")
 _WORDS = re.compile(r"[A-Za-z']{2,}|[\u4e00-\u9fff]")
 _MAIL_HEADER = re.compile(
@@ -416,6 +497,8 @@ def is_log_line(row: str) -> bool:
     its form tells.
     """
     if _LOG_LINE.match(row):
+        if _COMMAND.match(row) and _is_sentence(row):
+            return False
         words = len(_WORDS.findall(row))
         return not (_SETTING.match(row.strip()) and _CJK.search(row)) and not (
             row.lstrip()[:2] in ("# ", "> ") and words > 3

@@ -129,7 +129,7 @@ def find_ray_deaths(view: View) -> list[Hypothesis]:
         Hypothesis(
             "ray_worker_died",
             why,
-            first_of_each(stated),
+            (*first_of_each(stated), *view.facts.of("ray_low")[:1]),
             one,
             hosts if len(hosts) == 1 else (),
             confidence=0.8,

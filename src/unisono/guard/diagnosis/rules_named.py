@@ -83,12 +83,24 @@ def named_hypothesis(view: View, stated: Named) -> Hypothesis:
     return Hypothesis(
         cause=stated.cause,
         why=_sentence(title.title if title else stated.cause, ranks, hosts),
-        evidence=stated.events[:8],
+        evidence=(*stated.events[:_MOST_LINES], *_first_of_chain(view, stated.events[0])),
         ranks=ranks,
         hosts=hosts,
         confidence=0.5 if stated.quiet else 0.95,
         step=view.facts.step,
     )
+
+
+_MOST_LINES = 8
+
+
+def _first_of_chain(view: View, event: LogEvent) -> list[LogEvent]:
+    """The exception from which a stated one followed: it names the file, the row or the number."""
+    return [
+        trace.earlier[-1].event
+        for trace in view.facts.tracebacks
+        if trace.earlier and (trace.event.source, trace.event.line) == (event.source, event.line)
+    ][:1]
 
 
 def culprits(view: View, events: Iterable[LogEvent]) -> tuple[int, ...]:
@@ -321,11 +333,13 @@ def _finding(view: View, traces: list[Traceback], confidence: float) -> Hypothes
     why = f"{source} {first.type}: {first.message.splitlines()[0] if first.message.strip() else ''}".rstrip(
         " :"
     )
+    host = first.event.who.host
     return Hypothesis(
         cause="user_code_error",
         why=why + (f", in {where}" if where else ""),
         evidence=tuple(trace.event for trace in same[:4]),
         ranks=ranks,
+        hosts=(host,) if host and not ranks and len(view.facts.hosts) > 1 else (),
         confidence=confidence,
         facts={
             "exception": first.type,
@@ -413,7 +427,9 @@ def _only_destroyed(view: View, destroys: list[Traceback]) -> bool:
 def find_nan(view: View) -> list[Hypothesis]:
     """The loss became NaN and stayed NaN."""
     lines = [
-        event for event in view.facts.events if event.cause == "nan_loss" and event.kind in ("error", "death")
+        event
+        for event in view.facts.events
+        if event.cause == "nan_loss" and event.kind in ("error", "death") and not view.is_skipped(event)
     ]
     rows = [event for event in view.facts.of("log_row") if event.fields.get("loss")]
     if not lines:
@@ -497,6 +513,7 @@ def _all_done(view: View) -> list[Hypothesis]:
         and not view.survived(event)
         and not view.is_quiet(event)
         and not view.is_reported(event)
+        and not view.is_skipped(event)
     ]
     if bad or view.failing_exits or view.tracebacks:
         return []

@@ -4,9 +4,18 @@ storage, resources of Ray.
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 from unisono.guard.diagnosis.rules_hang import WAITED, first_collectives, missing_ranks
-from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, Traceback, View, first_of_each, hosts_of
+from unisono.guard.diagnosis.run_facts import (
+    Hypothesis,
+    LogEvent,
+    RunFacts,
+    Traceback,
+    View,
+    first_of_each,
+    hosts_of,
+)
 
 _LOOPBACK = ("127.", "localhost", "::1")
 
@@ -386,3 +395,49 @@ def find_ray_resources(view: View) -> list[Hypothesis]:
             confidence=0.9,
         )
     ]
+
+
+def find_unscheduled(view: View) -> list[Hypothesis]:
+    """A pod was not placed, and nothing says that it was later."""
+    started = {event.source: event.order for event in view.facts.of("pod_started")}
+    lines = [
+        event
+        for event in view.facts.pointing_to("pod_not_scheduled")
+        if event.order > started.get(event.source, -1) and not view.survived(event)
+    ]
+    if not lines:
+        return []
+    why = "a pod of the job was not started"
+    return [Hypothesis("pod_not_scheduled", why, first_of_each(lines), confidence=0.9)]
+
+
+def find_hccl(view: View) -> list[Hypothesis]:
+    """A collective of Ascend NPUs failed, and no rank reports anything else."""
+    lines = [event for event in view.facts.pointing_to("hccl_error") if not view.survived(event)]
+    others = [
+        trace for trace in view.tracebacks if "HCCL" not in trace.event.text and not view.is_victim(trace)
+    ]
+    if not lines or others:
+        return []
+    return [
+        Hypothesis(
+            "hccl_error",
+            "HCCL reports an error, and no rank another one",
+            first_of_each(lines),
+            confidence=0.85,
+        )
+    ]
+
+
+_ON_A_DRIVE = re.compile(r"[A-Za-z]:\\")
+"""The beginning of a path of Windows."""
+
+
+def without_nccl(finding: Hypothesis, facts: RunFacts, *, on_windows: bool) -> Hypothesis:
+    """A finding that torch has no NCCL, which on Windows is no fault of the installation."""
+    lacks_nccl = any("NCCL built in" in event.text for event in finding.evidence)
+    frames = (trace.frame or trace.user_file for trace in facts.tracebacks)
+    if not lacks_nccl or not (on_windows or any(map(_ON_A_DRIVE.match, frames))):
+        return finding
+    why = "torch has no NCCL, as always on Windows"
+    return replace(finding, cause="nccl_missing_on_windows", why=why, ranks=(), hosts=())

@@ -285,6 +285,8 @@ class Hypothesis:
 
 SURVIVED_STEPS = 3
 """Signs of progress of the same rank after an error, from which on the error was not its end."""
+_ROW_BELOW = 3
+"""Lines below a tool's word that it skips a step in which the row of that step stands."""
 _NEAR_LINES = 16
 """Maximum number of lines of a message below its exception."""
 
@@ -380,6 +382,17 @@ class View:
     def is_quiet(self, event: LogEvent) -> bool:
         """Whether a line calls itself a warning or less."""
         return bool(_LEVEL.search(event.text[:200]))
+
+    def is_skipped(self, event: LogEvent) -> bool:
+        """Whether a line is the row of a step that the tool itself calls skipped, as float16 skips
+        a few.
+        """
+        return event.signature == "loss_is_nan" and (event.source, event.line) in self._skipped_rows
+
+    @cached_property
+    def _skipped_rows(self) -> set[tuple[str, int]]:
+        words = self.facts.of("step_skipped", "loss_scale_falls")
+        return {(event.source, event.line + below) for event in words for below in range(_ROW_BELOW)}
 
     def survived(self, event: LogEvent) -> bool:
         """Whether the rank continued to train, or the launcher started again, after the line."""

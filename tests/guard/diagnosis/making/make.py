@@ -14,7 +14,16 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOMS = ("runs_tools", "runs_loops", "runs_torch", "runs_more", "runs_nodes", "runs_trainers", "runs_ray")
+ROOMS = (
+    "runs_tools",
+    "runs_loops",
+    "runs_torch",
+    "runs_more",
+    "runs_nodes",
+    "runs_trainers",
+    "runs_ray",
+    "runs_libraries",
+)
 
 
 def main() -> int:
