@@ -587,14 +587,16 @@ class OptimSection(Section):
     kind: OptimizerName = Field(
         default="adamw",
         description=(
-            "muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining);"
-            " FILE.py:CLASS: a torch.optim.Optimizer of your own, with `--trust-code`"
+            "muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining); adamw_8bit,"
+            " lion_8bit: state in 8 bits; paged: state in memory that a GPU pages to the host; prodigy: finds"
+            " the learning rate, of which `lr` is a factor; schedule_free: averages weights, for `schedule:"
+            " constant`; FILE.py:CLASS: a torch.optim.Optimizer of your own, with `--trust-code`"
         ),
     )
     options: Annotated[
         dict[str, OptionValue],
         Takes("a mapping of names to numbers, texts, true, false, null or lists of numbers"),
-    ] = Field(default={}, description="further arguments of an optimizer of your own or of another package")
+    ] = Field(default={}, description="further arguments of an optimizer of a library, or of your own")
     lr: Positive = Field(
         default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
     )
@@ -639,7 +641,8 @@ class OptimSection(Section):
         default=0.0, description="weight decay of matrices; norms and biases have none"
     )
     betas: Annotated[tuple[Share, Share], Takes("a list of two numbers from 0 to below 1")] = Field(
-        default=(0.9, 0.999), description="decay rates of the two moments of AdamW"
+        default=(0.9, 0.999),
+        description="decay rates of the moments of AdamW, and of lion, prodigy and schedule_free",
     )
     eps: Positive = Field(
         default=1.0e-8, description="added to the denominator of AdamW's update, for numerical stability"
@@ -1004,6 +1007,20 @@ def contradictions(config: RunConfig) -> list[str]:
             bool(config.optim.part_lr) and config.optim.kind == "muon",
             "optim.part_lr: Muon has one learning rate for all matrices; set `optim.kind: adamw`, or remove it",
         ),
+        *(
+            (
+                optimizer.has_one_rate and is_set,
+                (
+                    f"{key}: {config.optim.kind} finds one learning rate for all parameters; set `optim.kind:"
+                    " adamw`, or remove it"
+                ),
+            )
+            for key, is_set in (
+                ("optim.part_lr", bool(config.optim.part_lr)),
+                ("optim.lora_b_ratio", config.optim.lora_b_ratio != 1),
+                ("diffusion.text_lr", config.diffusion.text_lr not in (None, config.optim.lr)),
+            )
+        ),
         (
             has_adapter and bool(config.freeze),
             "freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`",
@@ -1036,8 +1053,8 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and not optimizer.trains_adapters,
             (
-                f"optim.kind: {config.optim.kind} trains full matrices; set `optim.kind: adamw`, or `adapter:"
-                " null`"
+                f"optim.kind: {config.optim.kind} orthogonalizes the updates of full matrices, and those of an"
+                " adapter are products of two thin ones; set `optim.kind: adamw`, or `adapter: null`"
             ),
         ),
         (
