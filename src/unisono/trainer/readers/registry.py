@@ -16,6 +16,7 @@ from typing import Protocol
 from unisono.base.extensions import CONFIG_READERS, extensions, load_extension
 from unisono.trainer.config.translation import Translation
 from unisono.trainer.config.yaml_file import KeyPath
+from unisono.trainer.readers.axolotl import reader as axolotl
 from unisono.trainer.readers.llamafactory import reader as llamafactory
 from unisono.trainer.readers.other_tools import refuse_other_tools
 from unisono.trainer.readers.sd_scripts import reader as sd_scripts
@@ -47,7 +48,11 @@ class ConfigReader(Protocol):
         ...
 
 
-BUILT_IN: dict[str, ConfigReader] = {"llamafactory": llamafactory, "sd_scripts": sd_scripts}
+BUILT_IN: dict[str, ConfigReader] = {
+    "axolotl": axolotl,  # first: its own `base_model` is no key of the others
+    "llamafactory": llamafactory,
+    "sd_scripts": sd_scripts,
+}
 
 
 def read_foreign_config(
