@@ -71,7 +71,15 @@ from unisono.trainer.config.yaml_file import Takes
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
 Format = Literal[
-    "auto", "alpaca", "alpaca-prompt", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"
+    "auto",
+    "alpaca",
+    "alpaca-prompt",
+    "sharegpt",
+    "messages",
+    "openai",
+    "text",
+    "prompt-completion",
+    "preference",
 ]
 
 

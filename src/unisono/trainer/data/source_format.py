@@ -112,7 +112,9 @@ class SourceFormat:
     @property
     def answer(self) -> str | None:
         """Our name of the column with the answer; None in other formats."""
-        return {"alpaca": "output", "alpaca-prompt": "output", "prompt-completion": "completion"}.get(self.name)
+        return {"alpaca": "output", "alpaca-prompt": "output", "prompt-completion": "completion"}.get(
+            self.name
+        )
 
 
 def settle_format(section: SourceSection, first: Row, *, objective: str, key: str) -> SourceFormat:

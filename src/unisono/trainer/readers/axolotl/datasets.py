@@ -11,8 +11,21 @@ from unisono.base.text import one_line
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 """Names of `path` that are kinds of files; the files are in data_files."""
 _ROWS = re.compile(r"(\w+)\[:(\d+)\]")
-_PREFERENCE = ("chat_template", "chat_template.default", "bradley_terry.chat_template", "chatml.ultra", "llama3.ultra")
-_IGNORED = ("ds_type", "trust_remote_code", "field_thinking", "template_thinking_key", "roles", "train_on_eot")
+_PREFERENCE = (
+    "chat_template",
+    "chat_template.default",
+    "bradley_terry.chat_template",
+    "chatml.ultra",
+    "llama3.ultra",
+)
+_IGNORED = (
+    "ds_type",
+    "trust_remote_code",
+    "field_thinking",
+    "template_thinking_key",
+    "roles",
+    "train_on_eot",
+)
 """Fields without effect: the thought of an answer is found by its usual names."""
 _READ = (
     *("path", "name", "split", "type", "data_files", "field_messages", "message_property_mappings", "field"),
@@ -60,9 +73,13 @@ def read_sources(value: Any, key: str, where: str, *, has_pairs: bool) -> Source
         if isinstance(raw, str):
             raw = {"path": raw}
         if not isinstance(raw, Mapping) or not isinstance(raw.get("path"), str):
-            problems.append(Problem(f"{name} has no `path`", where, "it is a dataset", "write {path: …, type: …}"))
+            problems.append(
+                Problem(f"{name} has no `path`", where, "it is a dataset", "write {path: …, type: …}")
+            )
             continue
-        entry = _Entry(dict(raw), name, where, has_pairs=has_pairs, is_pretraining=key == "pretraining_dataset")
+        entry = _Entry(
+            dict(raw), name, where, has_pairs=has_pairs, is_pretraining=key == "pretraining_dataset"
+        )
         entries += entry.sources()
         problems += entry.problems
     return Sources(entries, problems, bool(entries) and all(e.get("format") == "text" for e in entries))
@@ -90,7 +107,9 @@ class _Entry:
 
     def _refuse(self, field: str, why: str, fix: str) -> None:
         shown = one_line(str(self._raw[field]), limit=60)
-        self.problems.append(Problem(f"`{field}: {shown}` of {self._name} is not available", self._where, why, fix))
+        self.problems.append(
+            Problem(f"`{field}: {shown}` of {self._name} is not available", self._where, why, fix)
+        )
 
     def _places(self) -> Iterator[dict[str, object]]:
         path, files = self._raw["path"], self._raw.get("data_files")
@@ -128,8 +147,12 @@ class _Entry:
     def _pairs(self) -> dict[str, object]:
         names = {ours: self._raw.get(f"field_{ours}") for ours in ("messages", "chosen", "rejected")}
         columns = {ours: theirs for ours, theirs in names.items() if theirs not in (None, ours)}
+        if self._raw["type"] == "bradley_terry.chat_template":
+            columns["prompt"] = "input"
         if self._raw.get("message_property_mappings") not in (None, {"role": "role", "content": "content"}):
-            self._refuse("message_property_mappings", "turns of preferences have role and content", "rename them")
+            self._refuse(
+                "message_property_mappings", "turns of preferences have role and content", "rename them"
+            )
         return {"format": "preference", **({"columns": columns} if columns else {})}
 
     def _turns(self) -> dict[str, object]:
@@ -141,11 +164,17 @@ class _Entry:
         if odd:
             self._refuse("message_property_mappings", f"{odd[0]} of a turn has one name", "remove it")
         field = self._raw.get("field_messages") or "messages"
-        renamed: dict[str, object] = {"tools": self._raw["field_tools"]} if self._raw.get("field_tools") else {}
+        renamed: dict[str, object] = (
+            {"tools": self._raw["field_tools"]} if self._raw.get("field_tools") else {}
+        )
         if (role, text) == ("role", "content"):
             return _shaped("messages", renamed | ({} if field == "messages" else {"messages": field}))
         shape = _shaped("sharegpt", renamed | ({} if field == "conversations" else {"conversations": field}))
-        return shape if (role, text) == ("from", "value") else {**shape, "tags": {"role_tag": role, "content_tag": text}}
+        return (
+            shape
+            if (role, text) == ("from", "value")
+            else {**shape, "tags": {"role_tag": role, "content_tag": text}}
+        )
 
 
 def _shaped(name: str, columns: Mapping[str, object]) -> dict[str, object]:

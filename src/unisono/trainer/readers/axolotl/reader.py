@@ -189,7 +189,9 @@ def _template(draft: Draft) -> None:
     values = draft.values
     name, text = values["chat_template"], values["chat_template_jinja"]
     if text is not None and ("{" in text or "\n" in text):
-        draft.refuse("chat_template_jinja", "data.template is a file", "write the text to a file, and give its path")
+        draft.refuse(
+            "chat_template_jinja", "data.template is a file", "write the text to a file, and give its path"
+        )
     elif text is not None:
         draft.put("data.template", text, "chat_template_jinja")
     elif name == "jinja":
@@ -250,7 +252,9 @@ def _adapter(draft: Draft) -> None:
         draft.put("adapter", None, "adapter")
         if is_quantized:
             key = "load_in_4bit" if values["load_in_4bit"] else "load_in_8bit"
-            draft.refuse(key, "quantized weights are not trained themselves", "add adapter: lora, or remove it")
+            draft.refuse(
+                key, "quantized weights are not trained themselves", "add adapter: lora, or remove it"
+            )
         return
     if kind not in ("lora", "qlora"):
         draft.refuse("adapter", "the adapters of such a file are lora and qlora", "use one of these")
@@ -321,7 +325,9 @@ def _optim(draft: Draft) -> None:
             draft.put("optim.muon_lr", values["learning_rate"] or 2e-4, "learning_rate")
             draft.put("optim.muon_scale", "adamw", "optimizer")
         if name == "adamw_torch_8bit":
-            draft.warnings.append("optimizer: adamw_torch_8bit: bitsandbytes has the 8-bit state, not torchao")
+            draft.warnings.append(
+                "optimizer: adamw_torch_8bit: bitsandbytes has the 8-bit state, not torchao"
+            )
     if values["learning_rate"] is None:
         problem = Problem("the key `learning_rate` is missing", draft.name, "it has no default", "add it")
         draft.problems.append(problem)
@@ -352,7 +358,9 @@ def _schedule(draft: Draft) -> None:
     if lowest is not None and lowest < 1:
         draft.put("optim.min_lr", lowest, "cosine_min_lr_ratio")
     if lowest is not None and name != "cosine":
-        draft.refuse("cosine_min_lr_ratio", f"lr_scheduler is {name}", "set lr_scheduler: cosine, or remove it")
+        draft.refuse(
+            "cosine_min_lr_ratio", f"lr_scheduler is {name}", "set lr_scheduler: cosine, or remove it"
+        )
     steps = values["warmup_steps"]
     warmup = values["warmup_ratio"] if steps is None else steps
     if name == "constant":
@@ -376,7 +384,11 @@ def _extent(draft: Draft) -> None:
     if values["batch_size"] is not None:
         times = max(1, values["batch_size"] // max(1, each))
         if "gradient_accumulation_steps" in values.given and values["gradient_accumulation_steps"] != times:
-            draft.refuse("batch_size", f"gradient_accumulation_steps says {values['gradient_accumulation_steps']}", "remove one of them")
+            draft.refuse(
+                "batch_size",
+                f"gradient_accumulation_steps says {values['gradient_accumulation_steps']}",
+                "remove one of them",
+            )
     draft.put("batch.accumulate", times, "gradient_accumulation_steps", "batch_size")
 
 
@@ -426,7 +438,9 @@ def _periods(draft: Draft) -> None:
 
 def _machine(draft: Draft) -> None:
     values = draft.values
-    draft.put("memory.gradient_checkpointing", bool(values["gradient_checkpointing"]), "gradient_checkpointing")
+    draft.put(
+        "memory.gradient_checkpointing", bool(values["gradient_checkpointing"]), "gradient_checkpointing"
+    )
     if values["gradient_checkpointing"] in ("offload", "offload_disk"):
         draft.warnings.append("gradient_checkpointing: activations are computed again, and not offloaded")
     draft.put("seed", values["seed"], "seed")
@@ -453,7 +467,9 @@ def _deepspeed(draft: Draft) -> None:
     stage = _ZERO.search(name) if isinstance(name, str) else None
     if stage is None:
         fix = "use one of its deepspeed_configs/, or set parallel.strategy"
-        draft.refuse("deepspeed", "the stage is read from the name of axolotl's files: zero1, zero2, zero3", fix)
+        draft.refuse(
+            "deepspeed", "the stage is read from the name of axolotl's files: zero1, zero2, zero3", fix
+        )
     elif "offload" in name:
         draft.refuse("deepspeed", "weights and optimizer state stay on the device", "use one without offload")
     else:
@@ -467,7 +483,10 @@ def _trackers(draft: Draft) -> None:
     chosen = [
         name
         for name, is_used in (
-            ("wandb", values["use_wandb"] is not False and bool(values["wandb_project"] or values["use_wandb"])),
+            (
+                "wandb",
+                values["use_wandb"] is not False and bool(values["wandb_project"] or values["use_wandb"]),
+            ),
             ("swanlab", bool(values["use_swanlab"])),
             ("tensorboard", bool(values["use_tensorboard"])),
         )

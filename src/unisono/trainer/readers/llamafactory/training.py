@@ -19,6 +19,11 @@ from unisono.trainer.readers.llamafactory.keys import KEYS, PREFERENCE_STAGES
 def fill_training(draft: Draft) -> None:
     """All sections but those of the model and the data."""
     _objective(draft)
+    fill_trainer(draft)
+
+
+def fill_trainer(draft: Draft) -> None:
+    """What Hugging Face's TrainingArguments say, of any tool that has them."""
     _optim(draft)
     _extent(draft)
     _evaluation(draft)
