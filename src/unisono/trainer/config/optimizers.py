@@ -25,7 +25,7 @@ class OptimizerKind:
         value_bytes: bytes of such a value.
         adapter_values: the same of an adapter, where it differs.
         matrix_values: the same of a layer's matrix, where it differs.
-        is_factored: whether the state of a matrix is a float32 for each row and each column instead.
+        is_factored: whether the state of a matrix is a float32 for each row and column instead.
         needs_full: why weights cannot be sharded, as the begin of a sentence; empty: they can.
         trains_adapters: whether it can train an adapter.
         updates_blocks: whether updates of a few parameters at a time are those of all at once, so

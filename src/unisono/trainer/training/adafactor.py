@@ -6,8 +6,8 @@ from unisono.trainer.checkpoint.state import ParamGroup
 
 
 class SteadyAdafactor(Adafactor):
-    """Adafactor whose state keeps its tensors from step to step: the norm of a parameter, which each
-    step computes anew before it uses it, is not kept.
+    """Adafactor whose state keeps its tensors from step to step: the norm of a parameter, which
+    each step computes anew before it uses it, is not kept.
     """
 
     def __init__(self, groups: list[ParamGroup], **arguments: object) -> None:

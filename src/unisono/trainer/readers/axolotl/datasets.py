@@ -68,10 +68,9 @@ def read_sources(value: Any, key: str, where: str, *, has_pairs: bool) -> Source
     entries: list[dict[str, object]] = []
     problems: list[Problem] = []
     listed = value if isinstance(value, list) else [value]
-    for number, raw in enumerate(listed):
+    for number, given in enumerate(listed):
         name = f"{key}[{number}]"
-        if isinstance(raw, str):
-            raw = {"path": raw}
+        raw = {"path": given} if isinstance(given, str) else given
         if not isinstance(raw, Mapping) or not isinstance(raw.get("path"), str):
             problems.append(
                 Problem(f"{name} has no `path`", where, "it is a dataset", "write {path: …, type: …}")

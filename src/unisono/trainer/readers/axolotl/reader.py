@@ -6,7 +6,7 @@
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from unisono.base.errors import Problem
 from unisono.base.files import read_object
@@ -221,6 +221,11 @@ def _objective(draft: Draft) -> None:
         draft.refuse("rl", "it is not available for such a file", fix)
         return
     draft.put("objective", _OBJECTIVES[kind], "rl")
+    _preference(draft, kind)
+
+
+def _preference(draft: Draft, kind: str) -> None:
+    values = draft.values
     if kind == "ipo":
         draft.put("preference.loss", "ipo", "rl")
     losses = values["dpo_loss_type"]

@@ -1,8 +1,9 @@
-"""A command of TRL as the keys that it sets: `trl sft …`, or a script of TRL's with its arguments."""
+"""A command of TRL as the keys that it sets: `trl sft …`, or a script of TRL with arguments."""
 
 import re
 import shlex
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from unisono.base.errors import ConfigError
@@ -65,8 +66,8 @@ def _trainer_of(word: str, before: str) -> str:
 
 
 def _add_launcher(command: Command, words: list[str]) -> None:
-    """Of accelerate's file only its name counts, as of those of TRL: deepspeed_zero3.yaml, fsdp2.yaml."""
-    for option, value in zip(words, words[1:], strict=False):
+    """Of accelerate's file only the name counts: deepspeed_zero3.yaml, fsdp2.yaml."""
+    for option, value in pairwise(words):
         if option == "--config_file" and (stage := re.search(r"zero([123])", value)):
             command.raw["deepspeed"] = {"zero_optimization": {"stage": int(stage[1])}}
         elif option == "--config_file" and "fsdp" in value:
@@ -89,8 +90,8 @@ def _add_arguments(command: Command, words: list[str], text: str) -> None:
         raw, lines = read_yaml(Path(config))
         command.raw, command.lines = {**raw, **command.raw}, dict(lines)
     for name, values in given.items():
-        key, value = name, True
+        key, is_on = name, True
         if not values and name.startswith("no_"):
-            key, value = name.removeprefix("no_"), False
+            key, is_on = name.removeprefix("no_"), False
         parsed = [parse_value(word, name="command") for word in values]
-        command.raw[key] = value if not parsed else parsed[0] if len(parsed) == 1 else parsed
+        command.raw[key] = is_on if not parsed else parsed[0] if len(parsed) == 1 else parsed
