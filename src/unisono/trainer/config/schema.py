@@ -172,14 +172,20 @@ class ModelSection(Section):
 
 class AdapterSection(Section):
     """A low-rank adapter (LoRA, arXiv:2106.09685; rsLoRA, arXiv:2312.03732; DoRA,
-    arXiv:2402.09353).
+    arXiv:2402.09353), or another one of peft (OFT, arXiv:2306.07280; LoHa, arXiv:2108.06098; LoKr,
+    arXiv:2309.14859).
     """
 
-    kind: Literal["lora", "dora", "rslora"] = Field(
+    kind: Literal["lora", "dora", "rslora", "oft", "loha", "lokr"] = Field(
         default="lora",
-        description="dora trains magnitude and direction separately and is slower; rslora suits high ranks",
+        description=(
+            "dora trains magnitude and direction separately and is slower; rslora suits high ranks; oft"
+            " rotates the weights, loha and lokr multiply small matrices by element and as Kronecker product"
+        ),
     )
-    rank: int = Field(default=16, ge=1, description="the rank r of the update B·A")
+    rank: int = Field(
+        default=16, ge=1, description="the rank r of the update B·A; of oft the size of a block of rotations"
+    )
     alpha: Positive = Field(
         default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)"
     )
@@ -229,7 +235,12 @@ class AdapterSection(Section):
         """Whether an adapted layer has two matrices more, and no other values or operations; and
         nothing else is trained.
         """
-        return self.kind != "dora" and self.dropout == 0 and not self.modules_to_save
+        return self.kind in ("lora", "rslora") and self.dropout == 0 and not self.modules_to_save
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether an adapted layer has matrices A and B, as LoRA and its variants."""
+        return self.kind in ("lora", "rslora", "dora")
 
 
 def needs_start(adapter: AdapterSection | None) -> bool:
@@ -1043,8 +1054,32 @@ def contradictions(config: RunConfig) -> list[str]:
             ),
         ),
         (
-            config.adapter is not None and config.adapter.init == "pissa" and config.adapter.kind == "dora",
+            config.adapter is not None
+            and config.adapter.init == "pissa"
+            and config.adapter.kind not in ("lora", "rslora"),
             "adapter.init: pissa needs `kind: lora` or `rslora`",
+        ),
+        *(
+            (
+                config.adapter is not None and not config.adapter.is_of_pairs and is_set,
+                f"{key}: it is for adapters with matrices A and B; set `adapter.kind: lora`, or remove it",
+            )
+            for key, is_set in (
+                ("adapter.dropout", config.adapter is not None and config.adapter.dropout != 0),
+                ("adapter.from", config.adapter is not None and config.adapter.from_ is not None),
+                ("adapter.merge", config.adapter is not None and bool(config.adapter.merge)),
+                ("optim.lora_b_ratio", config.optim.lora_b_ratio != 1),
+                ("model.quantize", config.model.quantize is not None),
+            )
+        ),
+        (
+            config.adapter is not None
+            and not config.adapter.is_of_pairs
+            and config.parallel.strategy == "fsdp",
+            (
+                "parallel.strategy: fsdp does not shard the matrices of this adapter; set `parallel.strategy:"
+                " ddp`, or `adapter.kind: lora`"
+            ),
         ),
         (
             has_adapter and config.train_only is not None,

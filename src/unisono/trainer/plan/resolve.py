@@ -385,7 +385,8 @@ def _meshes(given: PlanInputs) -> list[Mesh]:
             why="ranks without pictures in a micro batch would not enter a sharded vision part, for which others wait",
             fix="set parallel.strategy to ddp",
         )
-    has_full = not family_of(given.model).can_shard or needs_full or quantized_dora
+    other_adapter = adapter is not None and not adapter.is_of_pairs
+    has_full = not family_of(given.model).can_shard or needs_full or quantized_dora or other_adapter
     return unsharded if has_full and unsharded else meshes
 
 
@@ -547,6 +548,8 @@ def _without_effect(config: RunConfig, data: DataSummary, mesh: Mesh, model: Mod
         if key not in optimizer.keys and key in _changed(config.optim)
     ]
     warnings += _quantization_without_effect(config, model)
+    if config.adapter is not None and config.adapter.kind == "oft" and "alpha" in _changed(config.adapter):
+        warnings.append("adapter.alpha has no effect: adapter.kind is oft")
     if (
         config.adapter is not None
         and config.adapter.init != "pissa"
