@@ -14,7 +14,6 @@ import yaml
 from tests import front_server
 from unisono.base.errors import ConfigError
 from unisono.jobs.runs.config_file import load_config
-from unisono.trainer.config.yaml_file import KeyPath
 from unisono.trainer.data import Completion
 from unisono.trainer.data.formats import to_example
 from unisono.trainer.readers.axolotl.keys import KEYS
@@ -28,7 +27,7 @@ BASE: dict[str, Any] = {
 
 
 def read(raw: dict[str, Any], *overrides: str) -> AxolotlFile:
-    lines: dict[KeyPath, int] = {(key,): number for number, key in enumerate(raw, 1)}
+    lines: dict[tuple[str | int, ...], int] = {(key,): number for number, key in enumerate(raw, 1)}
     return to_config(raw, lines, Path("x.yml"), overrides)
 
 

@@ -14,7 +14,6 @@ from tests import front_server
 from unisono.base.errors import ConfigError
 from unisono.jobs.runs.config_file import load_config
 from unisono.trainer.config import config_of
-from unisono.trainer.config.yaml_file import KeyPath
 from unisono.trainer.readers.trl.command import read_command
 from unisono.trainer.readers.trl.keys import KEYS, OWN
 from unisono.trainer.readers.trl.reader import TrlFile, read_trl, translate
@@ -26,7 +25,7 @@ BASE: dict[str, Any] = {
 
 
 def read(raw: dict[str, Any], trainer: str | None = None) -> TrlFile:
-    lines: dict[KeyPath, int] = {(key,): number for number, key in enumerate(raw, 1)}
+    lines: dict[tuple[str | int, ...], int] = {(key,): number for number, key in enumerate(raw, 1)}
     return translate(raw, lines, "x.yaml", trainer=trainer)
 
 
