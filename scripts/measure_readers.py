@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from unisono.base.errors import UnisonoError
@@ -19,6 +20,7 @@ from unisono.trainer.readers.trl.reader import read_trl
 
 _COMMAND = re.compile(r"^[#\s]*((?:python|accelerate launch|trl)\b(?:[^\n\\]|\\\n|\\.)*)", re.MULTILINE)
 _SHOWN = 40
+Reads = list[tuple[str, Callable[[], LoadedConfig]]]
 
 
 def main() -> int:
@@ -30,7 +32,7 @@ def main() -> int:
     failed = 0
     if options.axolotl:
         files = sorted(options.axolotl.glob("examples/**/*.y*ml"))
-        failed += report("axolotl", [(str(file), lambda file=file: load_config(file)) for file in files])
+        failed += report("axolotl", [(str(file), partial(load_config, file)) for file in files])
     if options.trl:
         files = sorted(options.trl.glob("examples/cli_configs/*.y*ml"))
         reads = [(str(file), lambda file=file: load_config(file)) for file in files]
@@ -39,6 +41,10 @@ def main() -> int:
         ]
         failed += report("TRL", reads)
     return 1 if failed else 0
+
+
+def _read_command(text: str) -> LoadedConfig:
+    return config_of(read_trl(text), verb="init")
 
 
 def commands(checkout: Path) -> Iterator[str]:
@@ -50,7 +56,7 @@ def commands(checkout: Path) -> Iterator[str]:
                 yield re.sub(r"\n#?", " ", match[1].replace("\\\n", " "))
 
 
-def report(tool: str, reads: list[tuple[str, Callable[[], LoadedConfig]]]) -> int:
+def report(tool: str, reads: Reads) -> int:
     """Prints how the files of a tool end; gives how many end with an error of ours."""
     ends: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
