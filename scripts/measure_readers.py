@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from unisono.trainer.readers.trl.reader import read_trl
 
 _COMMAND = re.compile(r"^[#\s]*((?:python|accelerate launch|trl)\b(?:[^\n\\]|\\\n|\\.)*)", re.MULTILINE)
 _SHOWN = 40
-Reads = list[tuple[str, Callable[[], LoadedConfig]]]
+Reads = Sequence[tuple[str, Callable[[], LoadedConfig]]]
 
 
 def main() -> int:
