@@ -119,7 +119,7 @@ def test_a_class_of_torch_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPat
     made = build_optimizers(section, {"w": weight}, not_matrices=set())
     made.step()
     assert weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    assert made.parts["own"].param_groups[0]["momentum"] == 0.1
+    assert made.parts["sgd"].param_groups[0]["momentum"] == 0.1
     assert line.state_bytes("float32") == 4
 
 
@@ -158,7 +158,7 @@ def test_sharded_weights_and_unknown_names_are_refused_by_the_schema() -> None:
         build_config(raw | {"optim": {"kind": "adamv", "schedule": "cosin"}}, lines={}, name="c.yaml")
     assert [(p.what, p.fix) for p in raised.value.problems] == [
         (
-            "optim.kind: must be one of `adamw`, `muon` or a class in a file of yours, `FILE.py:CLASS`, got 'adamv'",
+            f"optim.kind: must be one of {', '.join(f'`{name}`' for name in optimizers.OPTIMIZERS)} or a class in a file of yours, `FILE.py:CLASS`, got 'adamv'",
             "did you mean `adamw`?",
         ),
         (f"optim.schedule: must be one of {', '.join(f'`{name}`' for name in SCHEDULES)}, got 'cosin'", "did you mean `cosine`?"),

@@ -52,12 +52,32 @@ def init(
             show_default=False,
         ),
     ] = None,
+    from_axolotl: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-axolotl", metavar="FILE", help="Translate this axolotl file.", show_default=False
+        ),
+    ] = None,
+    from_trl: Annotated[
+        str | None,
+        typer.Option(
+            "--from-trl",
+            metavar="FILE|COMMAND",
+            help="Translate this TRL file, or the text of a command: 'trl sft --…'.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a commented config to start from, or a job file for a cluster."""
-    if from_llamafactory is not None:
-        if data is not None:
-            raise _exclusive("--data and --from-llamafactory")
-        _translate(from_llamafactory, template, out)
+    foreign = {
+        "--from-llamafactory": from_llamafactory, "--from-axolotl": from_axolotl, "--from-trl": from_trl
+    }  # fmt: skip
+    options = [option for option, value in foreign.items() if value is not None]
+    if options:
+        others = ["--data"] * (data is not None) + ["a template"] * (template is not None) + options[1:]
+        if others:
+            raise _exclusive(f"{others[0]} and {options[0]}")
+        _translate(options[0], str(foreign[options[0]]), out)
         return
     if listing:
         _list_templates()
@@ -268,19 +288,46 @@ def _names_in(folder: Traversable) -> list[str]:
     return [item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")]
 
 
-def _translate(path: Path, template: str | None, out: Path | None) -> None:
-    """Writes the config of a LLaMA-Factory file; with --json lists the fate of each key.
+def _read_foreign(option: str, source: str) -> "Translation":
+    """The file, or command, of another tool in our terms."""
+    from unisono.base.errors import ConfigError
+    from unisono.trainer.config.yaml_file import read_yaml
+
+    if option == "--from-llamafactory":
+        from unisono.trainer.readers.llamafactory.reader import read_llamafactory
+
+        return read_llamafactory(Path(source))
+    if option == "--from-trl":
+        from unisono.trainer.readers.trl.reader import read_trl
+
+        return read_trl(source)
+    from unisono.trainer.readers.axolotl.reader import recognizes, to_config
+
+    path = Path(source)
+    raw, lines = read_yaml(path)
+    if not recognizes(raw, path):
+        raise ConfigError.of(
+            f"{path} is not a file of axolotl",
+            where=source,
+            why="it has no `base_model` with one of its other keys",
+            fix="pass such a file; our own config needs no translation",
+        )
+    return to_config(raw, lines, path, ())
+
+
+_TOOLS = {"--from-llamafactory": "LLaMA-Factory", "--from-axolotl": "axolotl", "--from-trl": "TRL"}
+
+
+def _translate(option: str, source: str, out: Path | None) -> None:
+    """Writes the config of a file of another tool; with --json lists the fate of each key.
 
     Raises:
         UnisonoError: with all that is wrong with the file.
     """
     from unisono.base.errors import UnisonoError
     from unisono.trainer.config import config_of
-    from unisono.trainer.readers.llamafactory.reader import read_llamafactory
 
-    if template is not None:
-        raise _exclusive("a template and --from-llamafactory")
-    translation = read_llamafactory(path)
+    translation = _read_foreign(option, source)
     try:
         loaded = config_of(translation, verb="init")
     except UnisonoError as error:
@@ -288,7 +335,7 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
             raise
         _list_refused_keys(translation, error)
         return
-    text = _config_text(translation, loaded)
+    text = _config_text(translation, loaded, tool=_TOOLS[option])
     if output().json:
         output().emit({"schema": 1, **translation.to_json()})
     elif out is None:
@@ -336,13 +383,13 @@ def _write_new(path: Path, text: str) -> None:
 _COMMENT_AT = 48  # the column of comments
 
 
-def _config_text(translation: "Translation", loaded: "LoadedConfig") -> str:
-    """YAML in our keys, and only those; a comment names the key of the file, or LLaMA-Factory's
+def _config_text(translation: "Translation", loaded: "LoadedConfig", *, tool: str) -> str:
+    """YAML in our keys, and only those; a comment names the key of the file, or the tool's
     default.
     """
     assert loaded.translation is translation
     ignored = [key.key for key in translation.keys if key.fate == "ignored"]
-    lines = [f"# Translated from {translation.name}, a file of LLaMA-Factory."]
+    lines = [f"# Translated from {translation.name}, of {tool}."]
     if ignored:
         lines.append(f"# Ignored, since they change nothing here: {', '.join(ignored)}.")
     return "\n".join([*lines, *_lines(translation.config, "", translation)]) + "\n"

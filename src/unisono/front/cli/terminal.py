@@ -336,6 +336,11 @@ def _parts(plan: RunPlan) -> str:
     return f"adapter: {', '.join(adapted)} · parts without: {', '.join(others) or 'none'}"
 
 
+_ADAPTERS = {
+    "lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA", "oft": "OFT", "loha": "LoHa", "lokr": "LoKr"
+}  # fmt: skip
+
+
 def _how(config: RunConfig) -> str:
     adapter = config.adapter
     if adapter is None:
@@ -347,7 +352,7 @@ def _how(config: RunConfig) -> str:
             parts = [f"{which} layers{inside}"] if only.layers else []
             return " and ".join([*parts, *only.extra]) + " only"
         return "all weights" + (f", but {len(config.freeze)} patterns frozen" if config.freeze else "")
-    name = {"lora": "LoRA", "dora": "DoRA", "rslora": "rsLoRA"}[adapter.kind]
+    name = _ADAPTERS[adapter.kind]
     targets = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
     start = " · PiSSA" if adapter.init == "pissa" else f" · from {adapter.from_}" if adapter.from_ else ""
     if adapter.merge:

@@ -123,6 +123,20 @@ class CheckpointReader:
             whole[window] = part.file.get_tensor(part.name)
         return whole
 
+    def weight(self, name: str) -> torch.Tensor:
+        """A trained tensor as it is used: with schedule_free (arXiv:2405.15682) x, the average, of
+        which `trainable` has y = (1 - β₁) z + β₁ x.
+        """
+        trained = self.tensor("trainable", name)
+        for part, values in self.values.get("optimizer", {}).items():
+            label = f"{name}::z"
+            if label in self.groups[f"optimizer-{part}"]:
+                group = next(group for group in values["groups"] if name in group["names"])
+                if group.get("train_mode"):
+                    other = self.tensor(f"optimizer-{part}", label)
+                    return trained.lerp(other, 1 - 1 / group["betas"][0])
+        return trained
+
     def _open(self, group: str, files: list[Path]) -> None:
         self.groups[group], self._places[group] = {}, {}
         for path in files:

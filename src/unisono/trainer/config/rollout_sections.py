@@ -320,8 +320,8 @@ def server_contradictions(
             ),
         ),
         (
-            adapter_kind == "dora",
-            "rollout.engine: vllm does not load adapters of kind dora; set `adapter.kind` to lora or rslora",
+            adapter_kind not in (None, "lora", "rslora"),
+            f"rollout.engine: vllm does not load adapters of kind {adapter_kind}; set `adapter.kind` to lora or rslora",
         ),
         (
             has_whole_modules,

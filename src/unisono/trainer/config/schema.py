@@ -74,7 +74,15 @@ from unisono.trainer.config.yaml_file import Takes, words_in
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
 Format = Literal[
-    "auto", "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"
+    "auto",
+    "alpaca",
+    "alpaca-prompt",
+    "sharegpt",
+    "messages",
+    "openai",
+    "text",
+    "prompt-completion",
+    "preference",
 ]
 
 
@@ -167,14 +175,20 @@ class ModelSection(Section):
 
 class AdapterSection(Section):
     """A low-rank adapter (LoRA, arXiv:2106.09685; rsLoRA, arXiv:2312.03732; DoRA,
-    arXiv:2402.09353).
+    arXiv:2402.09353), or another one of peft (OFT, arXiv:2306.07280; LoHa, arXiv:2108.06098; LoKr,
+    arXiv:2309.14859).
     """
 
-    kind: Literal["lora", "dora", "rslora"] = Field(
+    kind: Literal["lora", "dora", "rslora", "oft", "loha", "lokr"] = Field(
         default="lora",
-        description="dora trains magnitude and direction separately and is slower; rslora suits high ranks",
+        description=(
+            "dora trains magnitude and direction separately and is slower; rslora suits high ranks; oft"
+            " rotates the weights, loha and lokr multiply small matrices by element and as Kronecker product"
+        ),
     )
-    rank: int = Field(default=16, ge=1, description="the rank r of the update B·A")
+    rank: int = Field(
+        default=16, ge=1, description="the rank r of the update B·A; of oft the size of a block of rotations"
+    )
     alpha: Positive = Field(
         default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)"
     )
@@ -224,7 +238,12 @@ class AdapterSection(Section):
         """Whether an adapted layer has two matrices more, and no other values or operations; and
         nothing else is trained.
         """
-        return self.kind != "dora" and self.dropout == 0 and not self.modules_to_save
+        return self.kind in ("lora", "rslora") and self.dropout == 0 and not self.modules_to_save
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether an adapted layer has matrices A and B, as LoRA and its variants."""
+        return self.kind in ("lora", "rslora", "dora")
 
 
 def needs_start(adapter: AdapterSection | None) -> bool:
@@ -608,14 +627,16 @@ class OptimSection(Section):
     kind: OptimizerName = Field(
         default="adamw",
         description=(
-            "muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining);"
-            " FILE.py:CLASS: a torch.optim.Optimizer of your own, with `--trust-code`"
+            "muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining); adamw_8bit,"
+            " lion_8bit: state in 8 bits; paged: state in memory that a GPU pages to the host; prodigy: finds"
+            " the learning rate, of which `lr` is a factor; schedule_free: averages weights, for `schedule:"
+            " constant`; FILE.py:CLASS: a torch.optim.Optimizer of your own, with `--trust-code`"
         ),
     )
     options: Annotated[
         dict[str, OptionValue],
         Takes("a mapping of names to numbers, texts, true, false, null or lists of numbers"),
-    ] = Field(default={}, description="further arguments of an optimizer of your own or of another package")
+    ] = Field(default={}, description="further arguments of an optimizer of a library, or of your own")
     lr: Positive = Field(
         default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
     )
@@ -660,7 +681,8 @@ class OptimSection(Section):
         default=0.0, description="weight decay of matrices; norms and biases have none"
     )
     betas: Annotated[tuple[Share, Share], Takes("a list of two numbers from 0 to below 1")] = Field(
-        default=(0.9, 0.999), description="decay rates of the two moments of AdamW"
+        default=(0.9, 0.999),
+        description="decay rates of the moments of AdamW, and of lion, prodigy and schedule_free",
     )
     eps: Positive = Field(
         default=1.0e-8, description="added to the denominator of AdamW's update, for numerical stability"
@@ -1036,6 +1058,20 @@ def contradictions(config: RunConfig) -> list[str]:
             bool(config.optim.part_lr) and config.optim.kind == "muon",
             "optim.part_lr: Muon has one learning rate for all matrices; set `optim.kind: adamw`, or remove it",
         ),
+        *(
+            (
+                optimizer.has_one_rate and is_set,
+                (
+                    f"{key}: {config.optim.kind} finds one learning rate for all parameters; set `optim.kind:"
+                    " adamw`, or remove it"
+                ),
+            )
+            for key, is_set in (
+                ("optim.part_lr", bool(config.optim.part_lr)),
+                ("optim.lora_b_ratio", config.optim.lora_b_ratio != 1),
+                ("diffusion.text_lr", config.diffusion.text_lr not in (None, config.optim.lr)),
+            )
+        ),
         (
             has_adapter and bool(config.freeze),
             "freeze: an adapter already freezes the model; remove `freeze`, or set `adapter: null`",
@@ -1050,8 +1086,32 @@ def contradictions(config: RunConfig) -> list[str]:
             ),
         ),
         (
-            config.adapter is not None and config.adapter.init == "pissa" and config.adapter.kind == "dora",
+            config.adapter is not None
+            and config.adapter.init == "pissa"
+            and config.adapter.kind not in ("lora", "rslora"),
             "adapter.init: pissa needs `kind: lora` or `rslora`",
+        ),
+        *(
+            (
+                config.adapter is not None and not config.adapter.is_of_pairs and is_set,
+                f"{key}: it is for adapters with matrices A and B; set `adapter.kind: lora`, or remove it",
+            )
+            for key, is_set in (
+                ("adapter.dropout", config.adapter is not None and config.adapter.dropout != 0),
+                ("adapter.from", config.adapter is not None and config.adapter.from_ is not None),
+                ("adapter.merge", config.adapter is not None and bool(config.adapter.merge)),
+                ("optim.lora_b_ratio", config.optim.lora_b_ratio != 1),
+                ("model.quantize", config.model.quantize is not None),
+            )
+        ),
+        (
+            config.adapter is not None
+            and not config.adapter.is_of_pairs
+            and config.parallel.strategy == "fsdp",
+            (
+                "parallel.strategy: fsdp does not shard the matrices of this adapter; set `parallel.strategy:"
+                " ddp`, or `adapter.kind: lora`"
+            ),
         ),
         (
             has_adapter and config.train_only is not None,
@@ -1068,8 +1128,8 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and not optimizer.trains_adapters,
             (
-                f"optim.kind: {config.optim.kind} trains full matrices; set `optim.kind: adamw`, or `adapter:"
-                " null`"
+                f"optim.kind: {config.optim.kind} orthogonalizes the updates of full matrices, and those of an"
+                " adapter are products of two thin ones; set `optim.kind: adamw`, or `adapter: null`"
             ),
         ),
         (

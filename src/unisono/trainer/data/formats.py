@@ -27,7 +27,15 @@ from unisono.trainer.data import (
 )
 
 FormatName = Literal[
-    "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference", "prompt"
+    "alpaca",
+    "alpaca-prompt",
+    "sharegpt",
+    "messages",
+    "openai",
+    "text",
+    "prompt-completion",
+    "preference",
+    "prompt",
 ]
 Renamed = Mapping[str, str | None]
 """The file's column name for each standard name; None: the column is not read."""
@@ -52,6 +60,7 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt-completion": (("prompt", "completion"), ("system", "tools", "functions")),
     "alpaca": (("instruction", "output"), ("input", "history", "system", "tools")),
     "text": (("text",), ()),
+    "alpaca-prompt": (("instruction", "output"), ("input",)),  # never detected: alpaca has these columns
 }
 
 _PICTURE_COLUMNS = ("images", "image")
@@ -248,6 +257,20 @@ def _either(row: RowColumns) -> str:
 def _read_alpaca(row: RowColumns) -> Example:
     answer: Message = {"role": "assistant", "content": row.text("output")}
     return Conversation([*alpaca_prompt(row), answer], tools_of(row))
+
+
+_ALPACA = "Below is an instruction that describes a task"
+_WITH_INPUT = ", paired with an input that provides further context"
+_REQUEST = ". Write a response that appropriately completes the request."
+
+
+def _read_alpaca_prompt(row: RowColumns) -> Example:
+    """Text after text, in the prompt of Stanford's Alpaca, which axolotl's `type: alpaca` has."""
+    instruction, context = _instruction(row), row.optional_text("input")
+    opening = f"{_ALPACA}{_WITH_INPUT if context else ''}{_REQUEST}"
+    parts = [opening, f"### Instruction:\n{instruction}"]
+    parts += [f"### Input:\n{context}"] if context else []
+    return Completion("\n\n".join([*parts, "### Response:\n"]), row.text("output"))
 
 
 def alpaca_prompt(row: RowColumns) -> list[Message]:
@@ -712,5 +735,6 @@ _READ: dict[FormatName, Callable[[RowColumns], Example]] = {
     "sharegpt": _read_sharegpt,
     "prompt-completion": _read_completion,
     "alpaca": _read_alpaca,
+    "alpaca-prompt": _read_alpaca_prompt,
     "text": _read_text,
 }

@@ -114,7 +114,9 @@ class SourceFormat:
     @property
     def answer(self) -> str | None:
         """Our name of the column with the answer; None in other formats."""
-        return {"alpaca": "output", "prompt-completion": "completion"}.get(self.name)
+        return {"alpaca": "output", "alpaca-prompt": "output", "prompt-completion": "completion"}.get(
+            self.name
+        )
 
 
 def with_file_names(source: RowSource, first: Row) -> SourceSection:

@@ -98,7 +98,7 @@ def add_adapter(
 def _new_adapter(
     base: Any, section: AdapterSection, *, grown: bool, head: str | None, parts: Collection[ModelPart]
 ) -> Any:
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     targets = []
     if "language" in parts:
@@ -109,21 +109,15 @@ def _new_adapter(
     whole |= {head} if head is not None else set()
     whole |= set(projector_modules(base)) if "projector" in parts else set()
     seeing = vision_layers(base) if "vision" in parts else []
-    lora = LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=[weight.name for weight in targets if not weight.is_parameter] + seeing,
-        target_parameters=[weight.parameter for weight in targets if weight.is_parameter] or None,
-        modules_to_save=sorted(whole) or None,
-        ensure_weight_tying=grown and _is_tied(base),
-        use_rslora=section.kind == "rslora",
-        use_dora=section.kind == "dora",
-        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
-        bias="none",
-    )
+    shared = {
+        "target_modules": [weight.name for weight in targets if not weight.is_parameter] + seeing,
+        "modules_to_save": sorted(whole) or None,
+        "task_type": "CAUSAL_LM" if head is None else "SEQ_CLS",
+    }
+    parameters = [weight.parameter for weight in targets if weight.is_parameter]
+    tied = grown and _is_tied(base)
     try:
-        model = get_peft_model(base, lora)
+        model = get_peft_model(base, _settings_of(section, shared, parameters=parameters, tied=tied))
     except ValueError as error:
         raise ModelError.of(
             "the adapter does not match the model", where="adapter", why=library_words(error)
@@ -131,6 +125,30 @@ def _new_adapter(
     if head is not None:  # peft adds all names that it knows of such heads
         model.peft_config["default"].modules_to_save = sorted(whole)
     return model
+
+
+def _settings_of(
+    section: AdapterSection, shared: Mapping[str, Any], *, parameters: list[str], tied: bool
+) -> Any:
+    """peft's settings of an adapter: `shared` by all kinds, and those of its own."""
+    from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig
+
+    if section.kind == "oft":
+        return OFTConfig(oft_block_size=section.rank, **shared)
+    if not section.is_of_pairs:
+        kinds = {"loha": LoHaConfig, "lokr": LoKrConfig}
+        return kinds[section.kind](r=section.rank, alpha=section.alpha, **shared)
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_parameters=parameters or None,
+        ensure_weight_tying=tied,
+        use_rslora=section.kind == "rslora",
+        use_dora=section.kind == "dora",
+        bias="none",
+        **shared,
+    )
 
 
 def _vocabulary_modules(base: Any) -> list[str]:

@@ -254,9 +254,10 @@ def refuse_unfit_settings(targets: list[Weight], section: AdapterSection) -> Non
         ModelError: with the targets that are left.
     """
     first = next((weight for weight in targets if weight.is_parameter), None)
-    if first is None or (section.dropout == 0 and section.kind != "dora"):
+    is_lora = section.kind in ("lora", "rslora")
+    if first is None or (section.dropout == 0 and is_lora):
         return
-    key, value = ("kind", "lora") if section.kind == "dora" else ("dropout", "0")
+    key, value = ("kind", "lora") if not is_lora else ("dropout", "0")
     others = {weight.part for weight in targets} - {weight.part for weight in targets if weight.is_parameter}
     raise ModelError.of(
         f"adapter.{key}: {getattr(section, key)} is not possible on {first.name}",

@@ -3,7 +3,7 @@
 Pure: values in, values out; no torch, no clock, no disk.
 """
 
-from unisono.trainer.plan.memory import estimate_memory
+from unisono.trainer.plan.memory import estimate_memory, mean_state_bytes
 from unisono.trainer.plan.mesh import Mesh
 from unisono.trainer.plan.resolve import STORAGE_PACKAGES, PlanInputs, needed_packages, resolve_plan
 from unisono.trainer.plan.run_plan import (
@@ -35,6 +35,7 @@ __all__ = [
     "VisionFacts",
     "deal",
     "estimate_memory",
+    "mean_state_bytes",
     "needed_packages",
     "order_by_group",
     "permutation",

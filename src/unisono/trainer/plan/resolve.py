@@ -20,7 +20,7 @@ from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest
 from unisono.trainer.config.sections import Section
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
 from unisono.trainer.plan.families import family_for, family_of
-from unisono.trainer.plan.memory import estimate_memory
+from unisono.trainer.plan.memory import estimate_memory, mean_state_bytes
 from unisono.trainer.plan.mesh import Mesh, meshes_of, needs_several_ranks
 from unisono.trainer.plan.run_plan import (
     DataSummary,
@@ -32,7 +32,7 @@ from unisono.trainer.plan.run_plan import (
     expects_fast_layers,
     has_one_backward,
 )
-from unisono.trainer.plan.schedule import beyond_training
+from unisono.trainer.plan.schedule import beyond_training, unusual_schedule
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -102,6 +102,8 @@ def needed_packages(config: RunConfig) -> list[NeededPackages]:
     if quantize := config.model.quantize:
         words = f"model.quantize: {quantize}"
         needed.append(NeededPackages("model.quantize", words, ("bitsandbytes", "accelerate")))
+    if package := optimizer_named(config.optim.kind).package:
+        needed.append(NeededPackages("optim.kind", f"optim.kind: {config.optim.kind}", (package,)))
     if packages := family_for(config.objective).packages:
         needed.append(NeededPackages("objective", f"objective: {config.objective}", packages))
     urls = [(key, section.path) for key, section in sources_of(config.data)]
@@ -217,6 +219,8 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         warnings=_few_steps(given, total_steps, of_ranks)
         + beyond_the_end(periods, given.origins, steps=total_steps)
         + beyond_training(config)
+        + unusual_schedule(config)
+        + _never_paged(config, given.device)
         + _without_effect(config, data, mesh, given.model)
         + _too_many_layers(config, given.model)
         + _parted_head(config, given.model)
@@ -374,7 +378,8 @@ def _meshes(given: PlanInputs) -> list[Mesh]:
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
             fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
         )
-    has_full = not family_of(given.model).can_shard or needs_full or quantized_dora
+    other_adapter = adapter is not None and not adapter.is_of_pairs
+    has_full = not family_of(given.model).can_shard or needs_full or quantized_dora or other_adapter
     return unsharded if has_full and unsharded else meshes
 
 
@@ -437,7 +442,9 @@ def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointin
         one_backward=has_one_backward(
             config, micro=micro, global_batch=config.batch.global_, world_size=given.world_size
         ),
-        optimizer_bytes=optimizer_named(config.optim.kind).state_bytes(config.optim.state_dtype),
+        optimizer_bytes=mean_state_bytes(
+            config.optim, given.model, adapter_rank=config.adapter.rank if config.adapter else None
+        ),
         router_loss=config.optim.router_loss is not None,
         keeps_start=config.grpo.beta > 0 and needs_start(config.adapter),
         reward_models=sum(model.memory_bytes for model in given.reward_models if model.device == kind),
@@ -445,6 +452,19 @@ def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointin
         pixel_values=min(micro, share) * (pictures.most_values if pictures else 0),
         largest_picture=pictures.largest_values if pictures else 0,
     )
+
+
+def _never_paged(config: RunConfig, device: DeviceChoice) -> list[str]:
+    """A warning if the optimizer would keep its state in memory that a GPU pages, and there is no
+    GPU.
+    """
+    kind = config.optim.kind
+    if device.kind == "cuda" or kind not in ("adamw_paged", "adamw_8bit_paged"):
+        return []
+    return [f"optim.kind: {kind} is not paged on a CPU: its state stays in memory, as with {_UNPAGED[kind]}"]
+
+
+_UNPAGED = {"adamw_paged": "adamw", "adamw_8bit_paged": "adamw_8bit"}
 
 
 def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
@@ -524,6 +544,8 @@ def _without_effect(config: RunConfig, data: DataSummary, mesh: Mesh, model: Mod
         if key not in optimizer.keys and key in _changed(config.optim)
     ]
     warnings += _quantization_without_effect(config, model)
+    if config.adapter is not None and config.adapter.kind == "oft" and "alpha" in _changed(config.adapter):
+        warnings.append("adapter.alpha has no effect: adapter.kind is oft")
     if (
         config.adapter is not None
         and config.adapter.init != "pissa"

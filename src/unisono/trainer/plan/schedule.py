@@ -31,6 +31,8 @@ def usual_rates(config: RunConfig) -> dict[str, tuple[float, str]]:
     usual, what = (2e-4, "an adapter") if config.adapter is not None else (2e-5, "all weights")
     if config.objective in PREFERENCE:
         usual, what = usual / 10, f"{what} with objective {config.objective}"
+    if optimizer_named(config.optim.kind).scales_rate:
+        usual, what = 1.0, config.optim.kind
     rates = {"optim.lr": (usual, what)}
     return rates | (
         {"optim.muon_lr": (0.02, "Muon")} if "muon_lr" in optimizer_named(config.optim.kind).keys else {}
@@ -43,8 +45,23 @@ def beyond_training(config: RunConfig) -> list[str]:
     return [
         f"{key} is {rates[key]:g}, with which the loss will become NaN or stay high: {usual:g} is usual for {what}"
         for key, (usual, what) in usual_rates(config).items()
-        if rates[key] > _HIGHEST[key]
+        if rates[key] > max(_HIGHEST[key], usual)
     ]
+
+
+def unusual_schedule(config: RunConfig) -> list[str]:
+    """A line for each value of `optim` that takes away what its optimizer is for."""
+    section, lines = config.optim, []
+    if optimizer_named(section.kind).scales_rate and section.lr < 0.1:
+        lines.append(
+            f"optim.lr is {section.lr:g}, a factor of the learning rate that {section.kind} finds: 1 is usual"
+        )
+    if section.kind == "schedule_free" and section.schedule != "constant":
+        lines.append(
+            f"optim.schedule is {section.schedule}: schedule_free averages the weights instead of lowering the"
+            " learning rate, so `optim.schedule: constant` is usual"
+        )
+    return lines
 
 
 def lower_rates(config: RunConfig) -> str:

@@ -5,7 +5,7 @@ Another package names an object with the methods of ConfigReader (a module has t
 entry points:
 
     [project.entry-points."unisono.config_readers"]
-    axolotl = "some_package.axolotl_config"
+    torchtune = "some_package.torchtune_config"
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,9 +16,10 @@ from typing import Protocol
 from unisono.base.extensions import CONFIG_READERS, extensions, load_extension
 from unisono.trainer.config.translation import Translation
 from unisono.trainer.config.yaml_file import KeyPath
+from unisono.trainer.readers.axolotl import reader as axolotl
 from unisono.trainer.readers.llamafactory import reader as llamafactory
-from unisono.trainer.readers.other_tools import refuse_other_tools
 from unisono.trainer.readers.sd_scripts import reader as sd_scripts
+from unisono.trainer.readers.trl import reader as trl
 
 
 class ConfigReader(Protocol):
@@ -47,7 +48,12 @@ class ConfigReader(Protocol):
         ...
 
 
-BUILT_IN: dict[str, ConfigReader] = {"llamafactory": llamafactory, "sd_scripts": sd_scripts}
+BUILT_IN: dict[str, ConfigReader] = {
+    "axolotl": axolotl,  # first: its own `base_model` is no key of the others
+    "trl": trl,
+    "llamafactory": llamafactory,
+    "sd_scripts": sd_scripts,
+}
 
 
 def read_foreign_config(
@@ -62,12 +68,11 @@ def read_foreign_config(
         overrides: from the command line.
 
     Raises:
-        ConfigError: if it cannot be read, or is of a tool whose files are not read.
+        ConfigError: if it cannot be read.
     """
     for reader in chain(BUILT_IN.values(), _installed()):
         if reader.recognizes(raw, path):
             return reader.to_config(raw, lines, path, overrides)
-    refuse_other_tools(raw, lines, str(path))
     return None
 
 

@@ -798,7 +798,7 @@ def _load_checkpoint(target: Target, *, dtype: str, device: torch.device, keeps_
         )
     with torch.no_grad():
         for name, parameter in loaded.trainable.items():
-            parameter.copy_(reader.tensor("trainable", name))  # one by one, and without the optimizer state
+            parameter.copy_(reader.weight(name))  # one by one, and without the optimizer state
     loaded.model.eval()
     return loaded
 

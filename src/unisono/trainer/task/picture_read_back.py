@@ -33,6 +33,6 @@ def _of_checkpoint(target: Target, plan: RunPlan) -> ResultPredictions:
     reader = CheckpointReader(target.weights)
     with torch.no_grad():
         for name, parameter in loaded.trainable.items():
-            parameter.copy_(reader.tensor("trainable", name))
+            parameter.copy_(reader.weight(name))
     trained = loaded.base.text_names if trains_text(plan.config) else ()
     return ResultPredictions.of(loaded.base.eval(), dtype="float32", text_encoders=trained)

@@ -97,7 +97,7 @@ def open_target(
     assert target.plan.config.adapter is not None
     if target.source == "checkpoint":
         reader = CheckpointReader(target.weights)
-        tensors = {key: reader.tensor("trainable", key) for key in reader.groups["trainable"]}
+        tensors = {key: reader.weight(key) for key in reader.groups["trainable"]}
         lora = lora_of(tensors, target.plan.config.adapter.alpha)
         step = target.step
     else:

@@ -27,6 +27,7 @@ from unisono.trainer.model.forward import Rows
 from unisono.trainer.objectives.user_objective import OwnPart
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.schedule import factor_at
+from unisono.trainer.training.averages import averaged
 from unisono.trainer.training.evaluation import (
     evaluate_rows,
     exact_match_share,
@@ -210,9 +211,11 @@ def _evaluate(run: Run) -> None:
     """Measures loss and metrics on the evaluation rows, and saves the state if it is the best."""
     if run.evaluation is None:  # there is nothing to measure, only pictures to draw
         run.state.evaluation_due = False
-        show_samples(run, step=run.state.step)
+        with averaged(run):
+            show_samples(run, step=run.state.step)
         return
-    figures = _figures(run)
+    with averaged(run):
+        figures = _figures(run)
     if figures is None:  # a stop request cut it short; evaluation_due stays set, and is saved
         return
     state = run.state
@@ -231,7 +234,8 @@ def _evaluate(run: Run) -> None:
     run.report.send(message_of(EvalMessage, {**line, "best": state.best_step == state.step}))
     if run.tracker is not None:
         run.tracker.scalars(state.step, {f"eval/{name}": value for name, value in figures.items()})
-    show_samples(run, step=state.step)
+    with averaged(run):
+        show_samples(run, step=state.step)
     if run.plan.config.checkpoint.best and state.best_step == state.step:
         save_checkpoint(run)
 

@@ -30,7 +30,7 @@ from unisono.guard.rundir.records import without_nan
 from unisono.trainer.checkpoint.snapshot import SLOTS, SlotLayout, Slots, TensorEntry, needed_bytes, slot_text
 from unisono.trainer.checkpoint.state import DTYPES, OptimizerValues, RunValues, dtype_name
 from unisono.trainer.model import foreach
-from unisono.trainer.training.optim import moments_before_a_step
+from unisono.trainer.training.optim import state_before_a_step
 from unisono.trainer.training.run import Contents, Run, contents_of
 from unisono.trainer.training.saver import RankTensor
 
@@ -300,8 +300,8 @@ class _Stage:
 
 
 def _contents_after_a_step(run: Run) -> Contents:
-    """The contents as they will be after a step: before the first step two moments stand for the
-    optimizer's missing tensors.
+    """The contents as they will be after a step: before the first step others of their
+    size stand for the optimizer's missing tensors.
     """
     contents = contents_of(run)
     if any(part.state for part in run.optimizers.parts.values()):
@@ -309,7 +309,7 @@ def _contents_after_a_step(run: Run) -> Contents:
     moments = [
         RankTensor(f"{part.name}-{number}", moment, part.shape, part.offsets)
         for part in contents.groups["trainable"]
-        for number, moment in enumerate(moments_before_a_step(run.plan.config.optim, part.tensor))
+        for number, moment in enumerate(state_before_a_step(run.plan.config.optim, part.tensor))
     ]
     return Contents({**contents.groups, "moments": moments}, contents.values)
 

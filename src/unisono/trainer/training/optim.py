@@ -1,18 +1,22 @@
 """Optimizers over named parameters, and the norm of gradients."""
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from unisono.base import extensions
 from unisono.base.errors import ConfigError
 from unisono.base.text import one_line
 from unisono.trainer.checkpoint.state import ParamGroup, refuse_unsaved
-from unisono.trainer.config.optimizers import OPTIMIZERS
+from unisono.trainer.config.optimizers import OPTIMIZERS, OTHER, OptimizerKind, optimizer_named
 from unisono.trainer.config.own_code import execute, own_code_of, refusing
 from unisono.trainer.config.schema import OptimSection, RunConfig
 from unisono.trainer.model import foreach
@@ -20,7 +24,7 @@ from unisono.trainer.model.kernels import AdamWFigures
 from unisono.trainer.model.layers import kernels_of
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.model.multimodal import part_of, text_prefixes
-from unisono.trainer.training.sharding import own_part
+from unisono.trainer.training.sharding import own_part, sharded_like
 
 Bits = TypeVar("Bits", int, torch.Tensor)
 
@@ -122,6 +126,48 @@ def _hash(x: Bits) -> Bits:
 _WORD = 0xFFFFFFFF
 
 
+class ShardMuon(torch.optim.Muon):
+    """Muon that also updates sharded matrices: the momentum is that of each rank's shard, and the
+    update is orthogonalized as a full matrix, which every rank gathers. All ranks must step.
+    """
+
+    def step(self, closure: None = None) -> None:
+        """Updates every matrix that has a gradient."""
+        assert closure is None
+        if not any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+            super().step()
+            return
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+
+    def _update(self, parameter: DTensor, group: ParamGroup) -> None:
+        """As torch's step; of its functions (torch 2.13: by no public name) those of a full
+        matrix.
+        """
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        grad, mean = own_part(gradient), own_part(state["momentum_buffer"])
+        mean.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        full = DTensor.from_local(
+            update,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()  # all ranks participate
+        full = _zeropower_via_newtonschulz(full, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        values = own_part(parameter)
+        values.mul_(1 - group["lr"] * group["weight_decay"])
+        values.add_(own_part(sharded_like(parameter, full)), alpha=-rate)
+
+
 @dataclass
 class Optimizers:
     """One or two torch optimizers that step together.
@@ -129,7 +175,8 @@ class Optimizers:
     Attributes:
         parts: the optimizers by name, with the names of their parameters in order.
         set_by_config: the hyperparameters that the config sets; None: all. The others are state of
-            an optimizer of the user's own.
+            an optimizer of a library or of the user's own.
+        is_known: whether its state is known to be what a checkpoint can hold.
         settings: the config's hyperparameters for each parameter group: the full learning rate,
             weight decay, betas.
     """
@@ -137,6 +184,7 @@ class Optimizers:
     parts: dict[str, torch.optim.Optimizer]
     names: dict[str, list[str]]
     set_by_config: frozenset[str] | None = None
+    is_known: bool = True
     settings: dict[str, list[ParamGroup]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,6 +207,19 @@ class Optimizers:
             for group, settings in zip(part.param_groups, self.settings[name], strict=True):
                 group.update(settings)
 
+    def page_state(self) -> None:
+        """Moves state that was read from a checkpoint to memory that a GPU pages, with the paged
+        optimizers of bitsandbytes.
+        """
+        for part in self.parts.values():
+            if not getattr(part, "is_paged", False):
+                continue
+            for parameter, state in part.state.items():
+                for key in ("state1", "state2"):
+                    if key in state:
+                        paged = cast("Any", part).get_state_buffer(parameter, dtype=state[key].dtype)
+                        state[key] = paged.copy_(state[key])
+
     def set_factor(self, factor: float) -> None:
         """Scales every learning rate."""
         for name, part in self.parts.items():
@@ -178,11 +239,29 @@ class Optimizers:
             for part in self.parts.values():
                 torch.set_num_threads(1 if _has_small_parameters(part) else threads)
                 _update(part, factor)
-            if self.set_by_config is not None:
+            if not self.is_known:
                 for name, part in self.parts.items():
                     refuse_unsaved(part, self.names[name])
         finally:
             torch.set_num_threads(threads)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, parameters have the values to use, where they are not those that are trained:
+        with schedule_free. Afterwards they have the same bits as before.
+        """
+        parts: list[Any] = [part for part in self.parts.values() if _has_averages(part)]
+        trained = [(p, p.detach().clone()) for part in parts for g in part.param_groups for p in g["params"]]
+        for part in parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.train()
+            with torch.no_grad():
+                for parameter, values in trained:
+                    parameter.copy_(values)
 
     def zero_grad(self) -> None:
         """Drops the gradients."""
@@ -217,9 +296,10 @@ def build_optimizers(
     Raises:
         ConfigError: if a class does not take the parameters and options.
     """
-    builder = own or resolve_name(OPTIMIZERS[section.kind].builder)
+    kind = OPTIMIZERS.get(section.kind, OTHER)
+    builder = own or resolve_name(kind.builder)
     if own is not None or isinstance(builder, type):
-        return _build_class(section, trainable, builder, rates)
+        return _build_class(section, trainable, builder, rates, kind=kind)
     made: Optimizers = builder(section, trainable, not_matrices=not_matrices, rates=rates)
     return made
 
@@ -256,10 +336,16 @@ def _build_class(
     trainable: dict[str, torch.nn.Parameter],
     made: OptimizerClass,
     rates: Mapping[str, float] | None,
+    *,
+    kind: OptimizerKind,
 ) -> Optimizers:
-    """An optimizer of a class that gets parameter groups, `lr`, and `optim.options`."""
+    """An optimizer of a class that gets parameter groups, `lr`, the keys that it uses, and
+    `optim.options`.
+    """
     groups, names = _groups(section, trainable, rates)
-    options = {
+    options = {key: getattr(section, key) for key in kind.keys if key in ("betas", "eps")}
+    options |= kind.arguments
+    options |= {
         key: tuple(value) if isinstance(value, list) else value for key, value in section.options.items()
     }
     try:
@@ -271,8 +357,20 @@ def _build_class(
             why=f"it is called with parameter groups, lr and optim.options: {', '.join(options) or 'none'}",
             fix=f"set optim.options to what it takes; {_FIX}",
         ) from error
+    if _has_averages(part):
+        part.train()
+    if getattr(part, "is_paged", False):  # the plan has said so
+        warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU", UserWarning)
     settings = frozenset({"lr", "weight_decay", *options})
-    return Optimizers({"own": part}, {"own": names}, set_by_config=settings)
+    name = section.kind if kind is not OTHER else "own"
+    return Optimizers({name: part}, {name: names}, set_by_config=settings, is_known=kind is not OTHER)
+
+
+def _has_averages(part: Any) -> bool:
+    """Whether an optimizer of the package schedulefree, or one like it, trains other values than
+    those to use: its `eval` sets the parameters to these, its `train` sets them back.
+    """
+    return all(callable(getattr(part, name, None)) for name in ("train", "eval"))
 
 
 def build_adamw(
@@ -309,7 +407,7 @@ def build_muon(
     parts: dict[str, torch.optim.Optimizer] = {}
     names: dict[str, list[str]] = {}
     if matrices:
-        parts["muon"] = torch.optim.Muon(
+        parts["muon"] = ShardMuon(
             list(matrices.values()),
             lr=section.muon_lr,
             weight_decay=section.weight_decay,
@@ -322,12 +420,14 @@ def build_muon(
     return Optimizers(parts, names)
 
 
-def moments_before_a_step(section: OptimSection, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of the size of the two moments that the first step makes for a parameter; of Muon's
-    one, too.
-    """
-    dtype = getattr(torch, section.state_dtype)
-    return [torch.zeros_like(parameter, dtype=dtype) for _ in range(2)]
+def state_before_a_step(section: OptimSection, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of about the size of the state that the first step makes for a parameter."""
+    kind = optimizer_named(section.kind)
+    if kind.is_factored:
+        return []
+    size = int(kind.state_bytes(section.state_dtype) / kind.state_values)  # bytes of a value
+    dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[size]
+    return [torch.zeros_like(parameter, dtype=dtype) for _ in range(kind.state_values)]
 
 
 def _groups(

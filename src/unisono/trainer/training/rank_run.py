@@ -33,6 +33,7 @@ from unisono.trainer.checkpoint.writer import free_bytes
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_of
+from unisono.trainer.training.averages import averaged
 from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
 from unisono.trainer.training.front_io import EXIT_CODES, StopRequest, StorageWatch, TrainingEnd
 from unisono.trainer.training.hooks import RunHook
@@ -144,7 +145,8 @@ def _train_and_finish(run: Run) -> dict[str, object]:
     if ending.outcome == "completed":
         run.beats.enter("finish")
         weights_step = _take_best(run)
-        share = exact_match_share(run)
+        with averaged(run):
+            share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
         # The rest may take longer than the grace period.
@@ -155,7 +157,8 @@ def _train_and_finish(run: Run) -> dict[str, object]:
         run.beats.enter("finish")
         if run.group.is_main and notices_loss(run):  # since its last step
             ending = result_beside(run)
-        weights = _write_result(run, weights_step)
+        with averaged(run):
+            weights = _write_result(run, weights_step)
     for hook in run.hooks:
         hook.run_ends()
     if not run.group.is_main:

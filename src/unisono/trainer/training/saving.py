@@ -192,6 +192,7 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
         }
         load_optimizer(part, run.optimizers.names[name], tensors, shared.values["optimizer"][name])
     run.optimizers.take_settings()
+    run.optimizers.page_state()
     run.state = TrainState.from_json(shared.values["train"])
     run.source.restore(dict(shared.values.get("batches", {})))
     run.saved_step = run.begun_step = run.state.step

@@ -21,12 +21,12 @@ from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.model.load import odd_parameters
 from unisono.trainer.objectives.objective import Objective
 from unisono.trainer.objectives.user_objective import MODEL, OBJECTIVE, OwnObjective
-from unisono.trainer.plan import estimate_memory
+from unisono.trainer.plan import estimate_memory, mean_state_bytes
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.run_plan import has_one_backward
 from unisono.trainer.plan.schedule import lower_rates
 from unisono.trainer.training.evaluation import evaluating, evaluation_part, first_sum
-from unisono.trainer.training.optim import moments_before_a_step
+from unisono.trainer.training.optim import state_before_a_step
 from unisono.trainer.training.process_group import Alone
 from unisono.trainer.training.router_step import RouterStep
 from unisono.trainer.training.run import Run
@@ -382,13 +382,13 @@ def _time_of(run: Run, micro: Micro) -> float:
 
 
 def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
-    """Two moments of every trained parameter: the first step allocates them, so later forwards have
-    less memory.
+    """The optimizer's state of every trained parameter: the first step allocates it, so later
+    forwards have less memory.
     """
     if any(part.state for part in run.optimizers.parts.values()):
         return []
     section, trained = run.plan.config.optim, run.forward.loaded.trainable.values()
-    return [moment.add_(1) for parameter in trained for moment in moments_before_a_step(section, parameter)]
+    return [moment.add_(1) for parameter in trained for moment in state_before_a_step(section, parameter)]
 
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
@@ -443,13 +443,14 @@ def _savings(run: Run) -> list[str]:
     """Two settings that save memory, each with the estimated amount."""
     plan, config, pictures = run.plan, run.plan.config, run.plan.data.pictures
     optimizer = optimizer_named(config.optim.kind)
-    state_bytes = optimizer.state_bytes(config.optim.state_dtype)
+    rank = config.adapter.rank if config.adapter else None
+    state_bytes = mean_state_bytes(config.optim, plan.model, adapter_rank=rank)
 
-    def total(micro: int, *, checkpointing: bool, optimizer_bytes: int = state_bytes) -> int:
+    def total(micro: int, *, checkpointing: bool, optimizer_bytes: float = state_bytes) -> int:
         return estimate_memory(
             plan.model,
             dtype=plan.dtype,
-            adapter_rank=config.adapter.rank if config.adapter else None,
+            adapter_rank=rank,
             micro_tokens=micro * plan.data.train.longest_sequence,
             longest_row=plan.data.train.longest_row,
             gradient_checkpointing=checkpointing,

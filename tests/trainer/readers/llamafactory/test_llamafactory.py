@@ -337,9 +337,16 @@ def test_what_llama_factory_does_by_default_is_written_out() -> None:
         ({"val_size": 0.1, "evaluation_strategy": "epoch"}, "eval.every", "1 epochs"),
         ({"disable_gradient_checkpointing": True}, "memory.gradient_checkpointing", False),
         ({"finetuning_type": "full"}, "adapter", None),
+        ({"finetuning_type": "oft"}, "adapter.kind", "oft"),
+        ({"finetuning_type": "oft", "oft_block_size": 16}, "adapter.rank", 16),
         ({"finetuning_type": "full", "use_muon": True}, "optim.kind", "muon"),
-        ({"optim": "adamw_8bit"}, "optim.kind", "adamw"),
-        ({"optim": "paged_adamw_8bit"}, "optim.state_dtype", "bfloat16"),
+        ({"optim": "adamw_8bit"}, "optim.kind", "adamw_8bit"),
+        ({"optim": "paged_adamw_8bit"}, "optim.kind", "adamw_8bit_paged"),
+        ({"optim": "paged_adamw_32bit"}, "optim.kind", "adamw_paged"),
+        ({"optim": "adafactor"}, "optim.kind", "adafactor"),
+        ({"optim": "lion_32bit"}, "optim.kind", "lion"),
+        ({"optim": "schedule_free_adamw"}, "optim.kind", "schedule_free"),
+        ({"optim": "adamw_8bit", "fsdp": "full_shard"}, "optim.state_dtype", "bfloat16"),
         ({"optim": "adamw_torch"}, "optim.state_dtype", "float32"),
         ({"finetuning_type": "freeze", "freeze_trainable_layers": -3}, "train_only.layers", -3),
         ({"finetuning_type": "freeze", "freeze_trainable_modules": "mlp, self_attn"}, "train_only.modules", ["mlp", "self_attn"]),
@@ -432,9 +439,9 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"greater_is_better": True}, "`greater_is_better: True` is not available"),
         ({"template": "qwen3_nothnk"}, "`template: qwen3_nothnk` is not available"),
         ({"stage": "ppo"}, "`stage: ppo` is not available"),
-        ({"finetuning_type": "oft"}, "`finetuning_type: oft` is not available"),
+        ({"finetuning_type": "oft", "oft_rank": 4}, "`oft_rank: 4` is not available"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "`lr_scheduler_type: warmup_stable_decay` is not available"),
-        ({"optim": "adafactor"}, "`optim: adafactor` is not available"),
+        ({"optim": "lomo"}, "`optim: lomo` is not available"),
         ({"report_to": "mlflow"}, "`report_to: mlflow` is not available"),
         ({"deepspeed": "none.json"}, "deepspeed: there is no file none.json"),
         ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}}, "deepspeed: `offload_param` to cpu"),
@@ -454,7 +461,7 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"repetition_penalty": 0}, "repetition_penalty: must be above 0"),
         ({"fsdp": "full_shard offload"}, "fsdp: offloading"),
         ({"learning_rate": -1}, "learning_rate → optim.lr: must be a number above 0"),
-        ({"use_muon": True}, "use_muon → optim.kind: muon trains full matrices"),
+        ({"use_muon": True}, "use_muon → optim.kind: muon orthogonalizes the updates of full matrices"),
         ({"cutoff_len": "long"}, "cutoff_len: must be a whole number"),
         ({"packing": "perhaps"}, "packing: must be true or false"),
         ({"stage": "stf"}, "stage: must be one of pt, sft, rm, ppo, dpo, kto, got 'stf'; did you mean `sft`?"),
@@ -495,10 +502,8 @@ def test_a_preference_key_that_a_stage_does_not_use_is_ignored(
 
 
 def test_orpo_says_in_what_it_differs() -> None:
-    assert (
-        "optim: adamw_bnb_8bit: AdamW's moments are in bfloat16"
-        in read({**BASE, "optim": "adamw_bnb_8bit"}).warnings[0]
-    )
+    sharded = read({**BASE, "optim": "adamw_bnb_8bit", "fsdp": "full_shard"})
+    assert "optim: adamw_bnb_8bit: the state is AdamW's in bfloat16" in sharded.warnings[0]
     assert "pref_loss: orpo" in read({**BASE, **PAIRS, "pref_loss": "orpo"}).warnings[0]
 
 

@@ -82,10 +82,27 @@ def fill_method(draft: Draft) -> None:
         _adapter(draft)
         return
     if kind == "oft":
-        draft.refuse("finetuning_type", "OFT is not supported", "use lora, full or freeze")
+        _oft(draft)
+        return
     draft.put("adapter", None, "finetuning_type")
     if kind == "freeze":
         _train_only(draft)
+
+
+def _oft(draft: Draft) -> None:
+    values = draft.values
+    draft.put("adapter.kind", "oft", "finetuning_type")
+    if values["oft_rank"]:
+        draft.refuse("oft_rank", "blocks are given by their size", "set oft_block_size, and remove it")
+    draft.put("adapter.rank", values["oft_block_size"], "oft_block_size")
+    draft.put("adapter.targets", _targets(values["oft_target"]), "oft_target")
+
+
+def _targets(names: str | list[str]) -> str | list[str]:
+    """Patterns for names as in PEFT: the whole name, or its end behind a dot."""
+    if names in ("all", ["all"]):
+        return "all-linear"
+    return [rf"(^|\.){re.escape(name)}$" for name in names]
 
 
 def _adapter(draft: Draft) -> None:
@@ -97,11 +114,7 @@ def _adapter(draft: Draft) -> None:
         "adapter.alpha", float(values["lora_alpha"] or 2 * values["lora_rank"]), "lora_alpha", "lora_rank"
     )
     draft.put("adapter.dropout", _dropout(draft), "lora_dropout")
-    targets = values["lora_target"]
-    if targets in ("all", ["all"]):
-        draft.put("adapter.targets", "all-linear", "lora_target")
-    else:  # as in PEFT: the whole name, or its end behind a dot
-        draft.put("adapter.targets", [rf"(^|\.){re.escape(name)}$" for name in targets], "lora_target")
+    draft.put("adapter.targets", _targets(values["lora_target"]), "lora_target")
     if values["additional_target"]:
         draft.put("adapter.modules_to_save", values["additional_target"], "additional_target")
     if values["pissa_init"]:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from unisono.base.errors import ConfigError, Problem
 from unisono.trainer.config.problems import find_secrets
-from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.translation import Fate, Translation, Verb
-from unisono.trainer.config.yaml_file import KeyPath, KeyPlaces, parse_value, read_yaml
+from unisono.trainer.config.yaml_file import KeyPath, KeyPlaces, read_yaml
 from unisono.trainer.plan.task_requests import SamplingParams
 from unisono.trainer.readers.key_table import Draft, Values
 from unisono.trainer.readers.llamafactory.contradictions import find_contradictions
 from unisono.trainer.readers.llamafactory.keys import KEYS, TOOL
 from unisono.trainer.readers.llamafactory.model import fill_data, fill_method, fill_model
 from unisono.trainer.readers.llamafactory.training import fill_training
+from unisono.trainer.readers.overrides import with_overrides
 from unisono.trainer.readers.reading import Reading, with_effect
 
 _UNKNOWN = (
@@ -188,7 +188,7 @@ def translate(
             are ours.
     """
     places = KeyPlaces(dict(lines), name)
-    raw, ours, problems = _with_overrides(raw, overrides, places)
+    raw, ours, problems = with_overrides(raw, overrides, places, keys=KEYS)
     secrets = find_secrets(raw, places)
     reading = Reading(places, name, keys=KEYS, tool=TOOL, unknown=_UNKNOWN)
     for key, value in raw.items():
@@ -230,26 +230,6 @@ def _filled(draft: Draft) -> Draft:
     fill_data(draft)
     fill_training(draft)
     return draft
-
-
-def _with_overrides(
-    raw: Mapping[str, object], overrides: tuple[str, ...], places: KeyPlaces
-) -> tuple[dict[str, object], tuple[str, ...], list[Problem]]:
-    """The mapping with the overrides of its keys applied, the overrides of ours, and the
-    problems.
-    """
-    merged, ours, problems = dict(raw), list[str](), list[Problem]()
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if "." in key or not equals or (key not in KEYS and key in RunConfig.model_fields):
-            ours.append(text)  # what is not `key=value` is refused with ours
-            continue
-        try:
-            merged[key] = parse_value(value, name="command line")
-            places.override((key,))
-        except ConfigError as error:
-            problems += error.problems
-    return merged, tuple(ours), problems
 
 
 SWITCHES = {

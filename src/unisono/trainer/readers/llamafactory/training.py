@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from unisono.base.errors import Problem
 from unisono.base.files import SETTINGS_BYTES, expand, parse_json, read_given
-from unisono.trainer.config.optimizers import OPTIMIZERS
+from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_of_transformers
 from unisono.trainer.config.schedules import SCHEDULES, from_transformers
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import keys_of
@@ -19,6 +19,11 @@ from unisono.trainer.readers.llamafactory.keys import KEYS, PREFERENCE_STAGES
 def fill_training(draft: Draft) -> None:
     """All sections but those of the model and the data."""
     _objective(draft)
+    fill_trainer(draft)
+
+
+def fill_trainer(draft: Draft) -> None:
+    """What Hugging Face's TrainingArguments say, of any tool that has them."""
     _optim(draft)
     _extent(draft)
     _evaluation(draft)
@@ -82,16 +87,12 @@ def _refuse_of_preferences(draft: Draft, objective: str) -> None:
 
 def _optim(draft: Draft) -> None:
     values = draft.values
-    draft.put("optim.kind", "muon" if values["use_muon"] else "adamw", "use_muon")
     if values["use_muon"]:
+        draft.put("optim.kind", "muon", "use_muon")
         draft.put("optim.muon_lr", values["learning_rate"], "learning_rate")
         draft.put("optim.muon_scale", "adamw", "use_muon")
-    name = values["optim"]
-    if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
-        draft.put("optim.state_dtype", "bfloat16", "optim")
-        draft.warnings.append(f"optim: {name}: AdamW's moments are in bfloat16, with 16 bits instead of 8")
-    elif name not in OPTIMIZERS["adamw"].transformers:
-        draft.refuse("optim", "AdamW and Muon are the optimizers here", "use adamw_torch, or use_muon: true")
+    else:
+        put_optimizer(draft, values["optim"], "optim", shards=_shards(values))
     draft.put("optim.lr", values["learning_rate"], "learning_rate")
     draft.put("optim.weight_decay", values["weight_decay"], "weight_decay")
     draft.put("optim.betas", [values["adam_beta1"], values["adam_beta2"]], "adam_beta1", "adam_beta2")
@@ -100,6 +101,35 @@ def _optim(draft: Draft) -> None:
     _loss_of_tokens(draft)
     _router_loss(draft)
     _schedule(draft)
+
+
+def put_optimizer(draft: Draft, name: str, key: str, *, shards: bool) -> None:
+    """Sets `optim.kind` to that of a name of transformers' `optim`.
+
+    Args:
+        draft: of a file that has transformers' arguments.
+        name: the name.
+        key: of the file.
+        shards: whether the file asks for sharded weights.
+    """
+    ours = optimizer_of_transformers(name)
+    if ours is None:
+        choice = ", ".join(theirs for kind in OPTIMIZERS.values() for theirs in kind.transformers)
+        draft.refuse(key, "there is no such optimizer here", f"use one of {choice}")
+    elif shards and ours in ("adamw_8bit", "adamw_8bit_paged"):
+        draft.put("optim.kind", "adamw", key)
+        draft.put("optim.state_dtype", "bfloat16", key)
+        draft.warnings.append(
+            f"{key}: {name}: the state is AdamW's in bfloat16, with 16 bits instead of 8, since weights are"
+            " sharded"
+        )
+    else:
+        draft.put("optim.kind", ours, key)
+
+
+def _shards(values: Values) -> bool:
+    strategy, _, _, problems = read_strategy(values)
+    return strategy in _SHARDING and not problems
 
 
 def _loss_of_tokens(draft: Draft) -> None:
@@ -319,6 +349,8 @@ def _plain(number: float) -> str:
     return f"{round(number, 9):.9f}".rstrip("0").rstrip(".")
 
 
+_SHARDING = {"fsdp"}
+"""Strategies with which weights are sharded."""
 _STAGES = {0: "ddp", 1: "fsdp", 2: "fsdp", 3: "fsdp"}
 _SAYS = {
     0: "as with stage 0, each rank has the whole model",

@@ -1,0 +1,1 @@
+"""Reads files of axolotl: their keys and their datasets."""
