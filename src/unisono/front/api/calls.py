@@ -41,6 +41,7 @@ class Keys(TypedDict, total=False):
     rewards: Sequence[str | Section]
     rollout: Section
     grpo: Section
+    classify: Section
     diffusion: Section
     optim: Section
     duration: str

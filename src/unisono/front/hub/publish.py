@@ -275,7 +275,7 @@ def model_card(run: RunDir, plan: RunPlan, repo: str, *, what: str, step: int | 
             repo,
             base,
             is_adapter=is_adapter,
-            reward=objective == "reward",
+            outputs=plan.head.outputs if plan.head is not None else 0,
             multimodal=plan.model.other_parameters > 0,
         ),
         "## Data\n\n" + _data(run, plan),
@@ -299,7 +299,7 @@ def _front_matter(config: RunConfig, base: str, objective: str, *, is_adapter: b
     kinds = [config.adapter.kind] if config.adapter is not None else []
     body: dict[str, object] = {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-classification" if objective == "reward" else "text-generation",
+        "pipeline_tag": "text-classification" if config.trains_head else "text-generation",
         "tags": ["unisono", objective, *kinds],
     }
     if _is_hub_id(base):
@@ -315,9 +315,9 @@ def _sources(config: RunConfig) -> list[str]:
     return [entry if isinstance(entry, str) else entry.path for entry in entries]
 
 
-def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool, multimodal: bool) -> str:
-    kind = "SequenceClassification" if reward else "MultimodalLM" if multimodal else "CausalLM"
-    labels = ", num_labels=1" if reward else ""
+def _usage(repo: str, base: str, *, is_adapter: bool, outputs: int, multimodal: bool) -> str:
+    kind = "SequenceClassification" if outputs else "MultimodalLM" if multimodal else "CausalLM"
+    labels = f", num_labels={outputs}" if outputs else ""
     if is_adapter:
         code = (
             f"from peft import AutoPeftModelFor{kind}\n\nmodel ="

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import get_args
 
+from unisono.trainer.config.heads import CLASSIFY
 from unisono.trainer.config.sections import DIFFUSION, GRPO, PREFERENCE, RATINGS, Objective, Section, rows_of
 from unisono.trainer.config.yaml_file import words_in
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 _TEXT = tuple(name for name in OBJECTIVES if name != DIFFUSION)
-_NO_TARGETS = (*PREFERENCE, GRPO, DIFFUSION)  # of tokens
-_NO_PAIRS = ("sft", "pretrain", *RATINGS, GRPO, DIFFUSION)
+_NO_TARGETS = (*PREFERENCE, GRPO, CLASSIFY, DIFFUSION)  # of tokens
+_NO_PAIRS = ("sft", "pretrain", *RATINGS, GRPO, CLASSIFY, DIFFUSION)
+_NO_CLASSES = tuple(name for name in OBJECTIVES if name != CLASSIFY)
 _NO_GRPO = tuple(name for name in OBJECTIVES if name != GRPO)
 
 
@@ -31,6 +33,7 @@ LIMITS = (
     Limit(_TEXT, "adapter.targets", "it names modules of image models", ("unet", "unet+text")),
     Limit(_NO_PAIRS, "checkpoint.best", "it compares the answers of pairs", ("reward_accuracy",)),
     Limit(_NO_GRPO, "checkpoint.best", "it is that of sampled answers", ("reward",)),
+    Limit(_NO_CLASSES, "checkpoint.best", "it compares labels", ("accuracy", "f1")),
     Limit((GRPO,), "checkpoint.best", "prompts have no answers to compute it on", ("eval_loss",)),
     Limit(("pretrain",), "data.loss_on", "pretraining counts all tokens", ("last-answer",)),
     Limit(PREFERENCE, "data.loss_on", "the tokens of the answers count", ("all",)),
@@ -39,6 +42,9 @@ LIMITS = (
     Limit(_NO_TARGETS, "optim.loss_weight", "its loss has no weights of tokens"),
     Limit(_NO_TARGETS, "eval.exact_match", "there is no single right answer (`eval.samples` shows some)"),
     Limit(("reward",), "eval.samples", "a reward model writes no answers"),
+    Limit((CLASSIFY,), "eval.samples", "a classifier writes no answers"),
+    Limit((CLASSIFY,), "data.loss_on", "a row has one loss, that of its labels"),
+    Limit((CLASSIFY,), "data.too_long", "a row has one label", ("split", "keep-answer", "balanced")),
     Limit((GRPO,), "eval.samples", "answers are in the rollouts, and evaluated by their rewards"),
     Limit((GRPO,), "data.loss_on", "the tokens of sampled answers count"),
     Limit((GRPO,), "data.too_long", "a prompt is not changed", ("cut", "split", "keep-answer", "balanced")),

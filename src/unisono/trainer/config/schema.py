@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from unisono.base.text import Duration, nearest, one_line
+from unisono.trainer.config.heads import CLASSIFY, HEADS, ClassifySection
 from unisono.trainer.config.limits import refused_values
 from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
 from unisono.trainer.config.rollout_sections import (
@@ -283,7 +284,7 @@ COLUMN_NAMES = (
         "history",
         "text",
     ),
-    *("system", "tools", "functions", "chosen", "rejected", "label"),
+    *("system", "tools", "functions", "chosen", "rejected", "label", "labels"),
     *("images", "image", "videos", "video", "audios", "audio"),
 )
 """Our names of columns; the last ones only to be switched off."""
@@ -754,11 +755,12 @@ class CheckpointSection(Section):
         default="200 steps", description="a period; the end of the run is always saved"
     )
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
-    best: Literal["eval_loss", "reward_accuracy", "reward"] | None = Field(
+    best: Literal["eval_loss", "reward_accuracy", "reward", "accuracy", "f1"] | None = Field(
         default=None,
         description=(
             "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
-            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`"
+            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`;"
+            " accuracy, f1: of `objective: classify`"
         ),
     )
     storage: StorageText | None = Field(
@@ -867,6 +869,10 @@ class RunConfig(Section):
     grpo: GrpoSection = Field(
         default=GrpoSection(), description="with `objective: grpo`: the loss on sampled answers"
     )
+    classify: ClassifySection = Field(
+        default=ClassifySection(),
+        description="with `objective: classify`: the labels, and how they count",
+    )
     diffusion: DiffusionSection = Field(
         default=DiffusionSection(),
         description="settings of `objective: diffusion`, which no other objective accepts",
@@ -917,6 +923,11 @@ class RunConfig(Section):
         return self.checkpoint.best or ("reward" if self.objective == GRPO else "eval_loss")
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the model gives values of rows instead of logits of tokens."""
+        return self.objective in HEADS
+
+    @property
     def rows_per_step(self) -> int:
         """Rows of a global batch: sequences, or the prompts of its answers."""
         return self.batch.global_ // (self.rollout.group if self.objective == GRPO else 1)
@@ -948,6 +959,8 @@ class RunConfig(Section):
                 del values["preference"]
         if self.objective != GRPO:
             values = {key: value for key, value in values.items() if key not in _OF_GRPO}
+        if self.objective != CLASSIFY:
+            values.pop("classify", None)
         if self.objective != DIFFUSION:
             values.pop("diffusion", None)
             if isinstance(values.get("data"), dict):
@@ -1083,6 +1096,7 @@ def contradictions(config: RunConfig) -> list[str]:
         problems
         + _objective_contradictions(config)
         + _grpo_contradictions(config)
+        + _classify_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
     )
@@ -1189,6 +1203,8 @@ def _unused_keys(config: RunConfig) -> list[str]:
         sections = {"rollout": config.rollout, "grpo": config.grpo}
         of_grpo = [f"{name}.{key}" for name, one in sections.items() for key in sorted(one.model_fields_set)]
         unused |= {key: [GRPO] for key in (*of_grpo, *(["rewards"] if config.rewards else []))}
+    if objective != CLASSIFY:
+        unused |= {f"classify.{key}": [CLASSIFY] for key in sorted(config.classify.model_fields_set)}
     why = f"it uses {', '.join(used)}" if used else ""
     problems = []
     for key, names in unused.items():
@@ -1276,6 +1292,37 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
             has_whole_modules=adapter is not None and bool(adapter.modules_to_save),
         )
     )
+
+
+def _classify_contradictions(config: RunConfig) -> list[str]:
+    section, template = config.classify, lf_name(config.data.template)
+    if config.objective != CLASSIFY:
+        return []
+    weights, labels = section.class_weights, section.labels
+    unknown = sorted({*weights} - {*labels}) if isinstance(weights, dict) and labels is not None else []
+    formats = {source.format for _, source in sources_of(config.data)}
+    rules = [
+        (
+            bool(unknown),
+            f"classify.class_weights: {', '.join(unknown)} is not in `classify.labels`; add it there, or remove it",
+        ),
+        (
+            labels is not None and len(labels) < 2 and section.multi_label is False,
+            "classify.labels: one label alone is always right; add another, or set `classify.multi_label: true`",
+        ),
+        (
+            bool(template),
+            "data.template: templates of LLaMA-Factory are for answers; set it to a file, or null",
+        ),
+        (
+            formats != {"auto"},
+            (
+                "data.format: rows with labels have no other format; remove it, and set the source's columns:"
+                " {text: NAME, label: NAME} if no column has a usual name"
+            ),
+        ),
+    ]
+    return [text for is_wrong, text in rules if is_wrong]
 
 
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")

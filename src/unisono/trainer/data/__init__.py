@@ -286,7 +286,22 @@ class OpenPrompt:
         return f'{{"prompt": {json.dumps(self.prompt, ensure_ascii=False)}, "columns": {self.columns}}}'
 
 
-Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A text, or a conversation, with its labels.
+
+    Attributes:
+        example: what is classified.
+        labels: one; any number of a row that has a list of them.
+        is_list: whether the row has a list.
+    """
+
+    example: "Text | Conversation"
+    labels: tuple[str, ...]
+    is_list: bool = False
+
+
+Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt | Labelled
 
 
 _COUNTS = (

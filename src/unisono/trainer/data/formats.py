@@ -17,6 +17,7 @@ from unisono.trainer.data import (
     Example,
     Exchange,
     FunctionCall,
+    Labelled,
     Message,
     OpenPrompt,
     Preference,
@@ -27,7 +28,15 @@ from unisono.trainer.data import (
 )
 
 FormatName = Literal[
-    "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference", "prompt"
+    "alpaca",
+    "sharegpt",
+    "messages",
+    "openai",
+    "text",
+    "prompt-completion",
+    "preference",
+    "prompt",
+    "labelled",
 ]
 Renamed = Mapping[str, str | None]
 """The file's column name for each standard name; None: the column is not read."""
@@ -672,6 +681,8 @@ def all_text(example: Example) -> str:
     """All strings of an example, joined."""
     if isinstance(example, Text):
         return example.text
+    if isinstance(example, Labelled):
+        return all_text(example.example)
     if isinstance(example, Preference):
         return "\0".join(all_text(answer) for answer in example.answers)
     if isinstance(example, Exchange):

@@ -15,6 +15,7 @@ import numpy as np
 from unisono.base.errors import DataError, Problem
 from unisono.base.events import Reporter
 from unisono.base.files import expand
+from unisono.trainer.config.heads import CLASSIFY, ClassifySection
 from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
@@ -22,6 +23,7 @@ from unisono.trainer.data import (
     EmptyAnswerError,
     Example,
     Exchange,
+    Labelled,
     Ledger,
     OpenPrompt,
     Place,
@@ -34,6 +36,7 @@ from unisono.trainer.data import (
 )
 from unisono.trainer.data.encode import RowEncoder
 from unisono.trainer.data.formats import FLAGS, FormatName
+from unisono.trainer.data.labelled_rows import LabelSets
 from unisono.trainer.data.pictures.row_pictures import (
     PictureColumns,
     has_picture,
@@ -106,6 +109,8 @@ def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: 
     sides keep the same prompt. Of a pair the longer side decides whether it is too long, of a rated
     answer its own side: the mismatched one is always cut.
     """
+    if unit.labels is not None:
+        return _fit_whole(unit.sides[0], max_length=max_length, too_long=too_long)
     if len(unit.sides) == 1:
         return fit(unit.sides[0], max_length=max_length, too_long=too_long, opening=opening)
     decisive = _decisive(unit)
@@ -120,6 +125,18 @@ def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: 
     cut = sum(len(side.ids) + side.cut for side in unit.sides) - sum(len(side.ids) for side in kept)
     is_usable = all(side.targets.any() for side in kept[: len(decisive)])
     return Fitted(kept if is_usable else [], "cut" if cut else "used", cut)
+
+
+def _fit_whole(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
+    """A row that counts as a whole, by the state of its last token."""
+    length = len(row.ids)
+    if length <= max_length:
+        return Fitted([row], "used")
+    if too_long != "cut":
+        return Fitted([], "drop" if too_long == "drop" else "error")
+    kept = row.part(slice(max_length))
+    kept.targets[-1:] = True
+    return Fitted([kept], "cut", length - max_length)
 
 
 def _decisive(unit: EncodedUnit) -> tuple[Encoded, ...]:
@@ -307,7 +324,7 @@ class UsableRows:
         tokens_cut: number of these that are not in any piece.
         is_cut: 1 if it was cut.
         is_split: 1 if it was split.
-        label: 1 if it is a desirable answer.
+        label: 1 if it is a desirable answer; of a row to classify the number of its set of labels.
     """
 
     source: "array[int]" = field(default_factory=_numbers)
@@ -356,6 +373,7 @@ class Ingest:
         formats: one line per source: its format, and why.
         not_rendered: for usable rows, by their number in `usable`, the parts that are in no token,
             in words.
+        labels: those of the usable rows; None unless rows are classified.
     """
 
     def __init__(
@@ -371,6 +389,7 @@ class Ingest:
         answer_tokens: int = 0,
         has_environment: bool = False,
         refuses_pictures: str = "this model reads text only",
+        classify: ClassifySection | None = None,
     ) -> None:
         """Nothing is read yet.
 
@@ -385,7 +404,9 @@ class Ingest:
             answer_tokens: left free behind each row, for its answer.
             has_environment: whether an environment has the tools of all rows.
             refuses_pictures: why rows with pictures are refused; "": they are not.
+            classify: of a config that classifies rows.
         """
+        self.labels = None if classify is None else LabelSets(classify)
         self._has_environment, self._refuses_pictures = has_environment, refuses_pictures
         self._objective = objective
         self._answer_tokens = answer_tokens
@@ -568,6 +589,8 @@ class Ingest:
             return self._encoder.encode_ratings(examples)
         if self._objective == GRPO:
             return self._encoder.encode_prompts([one for one in examples if isinstance(one, OpenPrompt)])
+        if self._objective == CLASSIFY:
+            return self._encoder.encode_labelled([one for one in examples if isinstance(one, Labelled)])
         rows = self._encoder.encode(examples)
         return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 
@@ -576,6 +599,8 @@ class Ingest:
             value = names.checked(row)
             example = self._read_example(name, value, source)
             self._refuse_other_units(example)
+            if self.labels is not None and isinstance(example, Labelled):
+                self.labels.check(example, is_training=source.role == "train")
         except RowError as error:
             return error.at(row.place)
         return example
@@ -659,7 +684,7 @@ class Ingest:
         elif fitted.what == "error":
             self._longest = max(self._longest, *(len(side.ids) for side in _decisive(unit)))
             ways = "cut, drop or split" if len(unit.sides) == 1 else "keep-answer, cut or drop"
-            ways = "drop" if unit.record is not None else ways
+            ways = "drop" if unit.record is not None else "cut or drop" if unit.labels is not None else ways
             fix = f"raise data.max_length, or set data.too_long to {ways}"
             self._refuse_row(Problem("a row is too long", str(location), why, fix))
         else:
@@ -683,7 +708,7 @@ class Ingest:
             "tokens_cut": fitted.tokens_cut,
             "is_cut": fitted.what == "cut",
             "is_split": fitted.what == "split",
-            "label": bool(unit.label),
+            "label": self._label_of(unit),
         }
         parts = dict.fromkeys(part for side in unit.sides for part in side.not_rendered)
         if parts:
@@ -693,6 +718,11 @@ class Ingest:
             getattr(self.usable, name).append(value)
         for piece in fitted.pieces:
             self._writer.add(piece, unit.record)
+
+    def _label_of(self, unit: EncodedUnit) -> int:
+        if self.labels is not None and unit.labels is not None:
+            return self.labels.number(unit.labels)
+        return int(bool(unit.label))
 
     def _take_bad(self, row: BadRow, counts: SourceCounts) -> None:
         counts.bad += 1

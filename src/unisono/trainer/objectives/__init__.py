@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from unisono.trainer.config.schema import RunConfig
     from unisono.trainer.config.sections import PreferenceSection
     from unisono.trainer.objectives.objective import Objective
+    from unisono.trainer.plan.run_plan import LabelSummary
 
 
 def _preference(config: "RunConfig") -> "Objective":
@@ -46,7 +47,13 @@ def _tokens(config: "RunConfig") -> "Objective":
     return TokenObjective(config.optim.label_smoothing, dft=config.optim.loss_weight == "dft")
 
 
-# Those of other families than text are in `plan.families`.
+def _classify(config: "RunConfig", labels: "LabelSummary") -> "Objective":
+    from unisono.trainer.objectives.classify import Classify, weights_of
+
+    return Classify(len(labels.names), labels.multi_label, weights_of(config.classify, labels))
+
+
+# Those of other families than text are in `plan.families`; a classifier needs its labels.
 _MADE: dict[str, "Callable[[RunConfig], Objective]"] = {
     "sft": _tokens,
     "pretrain": _tokens,
@@ -56,11 +63,14 @@ _MADE: dict[str, "Callable[[RunConfig], Objective]"] = {
 }
 
 
-def objective_of(config: "RunConfig", *, digest: str = "") -> "Objective":
+def objective_of(
+    config: "RunConfig", *, digest: str = "", labels: "LabelSummary | None" = None
+) -> "Objective":
     """The objective that a config names, with its settings.
 
     Args:
         digest: of the file of an own objective, as the plan has it.
+        labels: of the rows, if they are classified.
 
     Raises:
         ConfigError: if an own objective is refused.
@@ -78,4 +88,6 @@ def objective_of(config: "RunConfig", *, digest: str = "") -> "Objective":
         module, _, name = of_family[config.objective].partition(":")
         made: Objective = getattr(import_module(module), name).of(config)
         return made
+    if labels is not None:
+        return _classify(config, labels)
     return _MADE[config.objective](config)

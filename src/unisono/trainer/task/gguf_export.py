@@ -102,9 +102,9 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
 
 
 def _refuse_others(target: Target, *, alone: bool) -> None:
-    if target.is_reward:
+    if target.head is not None:
         raise UsageError.of(
-            f"{target.name} is a reward model, which llama.cpp cannot load",
+            f"{target.name} is a {'classifier' if target.head.labels else 'reward model'}, which llama.cpp cannot load",
             where="--format",
             fix="omit --format",
         )

@@ -278,7 +278,7 @@ def write_weights(
             parts=trained_parts(plan),
         )
         loaded.base.config.use_cache = False
-    if target is not None and plan.config.adapter is not None and plan.config.model.rope is not None:
+    if target is not None and plan.config.adapter is not None and _differs(plan):
         _write_settings(loaded.base, target)
     if target is not None:
         _set_template(loaded.tokenizer, plan)
@@ -286,6 +286,11 @@ def write_weights(
         if _generates(loaded.base):
             _write_stops(loaded.tokenizer, plan, target)
     return entries
+
+
+def _differs(plan: RunPlan) -> bool:
+    """Whether the config of the trained model says more than that of its base."""
+    return plan.config.model.rope is not None or (plan.head is not None and bool(plan.head.labels))
 
 
 def _write_stops(tokenizer: Any, plan: RunPlan, directory: Path) -> None:
@@ -323,7 +328,7 @@ def _write_settings(base: Any, directory: Path) -> None:
     """Writes the config of the base model in memory, which differs from its file, beside the
     adapter.
     """
-    base.config.use_cache = True
+    base.config.use_cache, base.config.architectures = True, [type(base).__name__]
     base.config.save_pretrained(str(directory))
     base.config.use_cache = False
 

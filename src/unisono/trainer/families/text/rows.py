@@ -16,6 +16,8 @@ from unisono.trainer.model.directory import (
     locate_model,
     locate_tokenizer,
     picture_processor,
+    read_model_config,
+    refuse_other_head,
 )
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.parts import (
@@ -27,6 +29,7 @@ from unisono.trainer.model.parts import (
     weights_in_files,
 )
 from unisono.trainer.plan import DataSummary, ModelFacts
+from unisono.trainer.plan.run_plan import head_of
 from unisono.trainer.plan.task_requests import PrepareRequest
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
@@ -56,6 +59,10 @@ def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, Mod
         limit_rows=request.limit_rows,
         processor=picture_processor(Path(facts.directory)),
     )
+    head = head_of(config, data.labels)
+    if head is not None:
+        directory = Path(facts.directory)
+        refuse_other_head(directory, read_model_config(directory), head)
     if data.pictures is None:
         _refuse_parts(config)
     return data, facts.model_copy(update={"reads_pictures": data.pictures is not None})
@@ -104,7 +111,7 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
     Raises:
         ModelError: if transformers does not make a model of it, or the adapter does not match it.
     """
-    random, head = config.model.weights == "random", SCORE if config.objective == "reward" else None
+    random, head = config.model.weights == "random", SCORE if config.trains_head else None
     files = [] if random else weight_files(Path(facts.directory))
     headers = [header for file in files for header in read_safetensors_header(file)]
     headers = [header for header in headers if head is None or header.name != "lm_head.weight"]
@@ -114,7 +121,7 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
         from unisono.trainer.model.load import outline_base
 
         trust = config.model.trust_remote_code
-        model = outline_base(Path(facts.directory), trust_remote_code=trust, reward=head is not None)
+        model = outline_base(Path(facts.directory), trust_remote_code=trust, head=head_of(config, None))
         weights, parts = adaptable_weights(model, head=head), count_parts(model, head=head)
         figures = {"experts_of_layer": experts_of_layer(weights)}
         if random:
