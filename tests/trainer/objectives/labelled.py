@@ -1,4 +1,4 @@
-"""Rows with labels, for tests of `objective: classify`."""
+"""Rows with labels, and similar texts, for tests of the objectives classify and embed."""
 
 import json
 import random
@@ -31,3 +31,14 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     """The file, with the rows as JSON lines."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
+
+
+def similar_rows(number: int, *, texts: int = 3, seed: int = 0) -> list[dict[str, str]]:
+    """Rows whose positives have the words of their anchors in another order."""
+    draw, words = random.Random(seed), [word for own in _WORDS.values() for word in own]
+    rows = []
+    for _ in range(number):
+        one, other, third = draw.sample(words, 3)
+        row = {"anchor": f"the {one} and the {other}", "positive": f"{other} {one}", "negative": f"a {third}"}
+        rows.append(dict(list(row.items())[:texts]))
+    return rows

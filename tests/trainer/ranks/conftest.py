@@ -19,7 +19,7 @@ from tests import needs
 from tests.grouped_files import write_grouped
 from tests.trainer.batches import rollouts
 from tests.trainer.objectives.grpo import rewards
-from tests.trainer.objectives.labelled import labelled_rows, write_rows
+from tests.trainer.objectives.labelled import labelled_rows, similar_rows, write_rows
 from tests.trainer.ranks.front import Ended, Front
 from unisono.base.events import Reporter
 from unisono.base.messages import Message
@@ -47,6 +47,7 @@ _ROUTED: dict[str, Any] = {
     "optim": {"lr": 1e-3, "router_loss": {"load_balancing": 0.5, "z_loss": 0.1}},
 }  # fmt: skip
 _WEIGHTED = "weighted"  # rows of several answers, some of which count in part
+_SIMILAR = "similar texts"
 _LABELLED, _SEVERAL = "one label", "several labels"  # rows to classify
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
@@ -69,6 +70,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps",
     },
     "labels": {"objective": "classify", "data": {"train": _SEVERAL, "eval": 0.2}, "duration": "8 steps"},
+    "embed": {"objective": "embed", "data": {"train": _SIMILAR, "eval": 0.2}, "duration": "8 steps"},
+    "embed_full": {
+        "objective": "embed", "data": {"train": _SIMILAR, "packing": True, "eval": 0.2}, "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps",
+    },
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
     "int8": {"model": {"quantize": "int8", "quantize_embeddings": True, "dtype": "float32"}, "duration": "4 steps"},
     "gptq": {"model": {"path": _GPTQ, "dtype": "float32"}, "duration": "4 steps"},
@@ -245,6 +250,8 @@ class Workshop:
             raw["model"]["path"] = str(self._in_files_of_gptq())
         if raw["model"]["path"] == _EXPERTS:
             raw["model"]["path"] = str(self._with_experts())
+        if raw["data"]["train"] == _SIMILAR:
+            raw["data"]["train"] = str(write_rows(self.folder / "similar.jsonl", similar_rows(60)))
         if raw["data"]["train"] in (_LABELLED, _SEVERAL):
             several = raw["data"]["train"] == _SEVERAL
             raw["data"]["train"] = str(

@@ -67,6 +67,18 @@ def test_two_ranks_give_the_metrics_of_classifiers_of_one(
 
 
 @pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("kind", ["embed", "embed_full"])
+def test_two_ranks_compare_all_texts_of_the_batch_as_one_does(
+    alone: dict[str, Done], two: Runs, kind: str, way: str
+) -> None:
+    """Steps, whose rows are compared with those of the other rank, and evaluations."""
+    mine, wanted = two[kind, way, 2].figures, alone[kind].figures
+    assert len(mine) == len(wanted) > 8
+    for line, other in zip(mine, wanted, strict=True):
+        assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("kind", ["experts", "experts_whole"])
 def test_router_losses_and_load_depend_on_neither_ranks_nor_micro_batches(
     alone: dict[str, Done], two: Runs, kind: str, way: str

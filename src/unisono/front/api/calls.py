@@ -42,6 +42,7 @@ class Keys(TypedDict, total=False):
     rollout: Section
     grpo: Section
     classify: Section
+    embed: Section
     diffusion: Section
     optim: Section
     duration: str

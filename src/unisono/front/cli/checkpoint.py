@@ -224,6 +224,8 @@ def _lines(result: "Exported") -> list[str]:
     lines += _read_back(result)
     outputs = 1 if result["reward"] else len(result["labels"])
     kind, more = ("SequenceClassification", f", num_labels={outputs}") if outputs else ("CausalLM", "")
+    if result.get("embeds"):
+        return [*lines, f"  sentence_transformers.SentenceTransformer({result['out']!r}) loads it"]
     kind = "MultimodalLM" if result.get("multimodal") else kind
     if result["what"] == "adapter" and kind == "MultimodalLM":
         lines.append(

@@ -554,7 +554,7 @@ def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:
     if result is not None and result.is_completed:
         config = read_object(run.plan).get("config")
         objective = config.get("objective") if isinstance(config, dict) else None
-        rows = {"reward": "PAIRS", "classify": "FILE"}.get(str(objective))
+        rows = {"reward": "PAIRS", "classify": "FILE", "embed": "FILE"}.get(str(objective))
         return [f"unisono eval {run.root} --data {rows}" if rows else f"unisono chat {run.root}"]
     steps = [
         int(path.parent.name[5:])

@@ -1,5 +1,5 @@
-"""Models that give values of a row instead of logits of tokens: their head, and the section
-`classify`.
+"""Models that give values of a row instead of logits of tokens: the head of classifiers, and the
+sections `classify` and `embed`.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from unisono.trainer.config.sections import Positive, Section
 from unisono.trainer.config.yaml_file import Takes
 
 CLASSIFY = "classify"
+EMBED = "embed"
 REWARD = "reward"
 HEADS = (REWARD, CLASSIFY)
 """Objectives that train a head on the last token of a row, in transformers' class
@@ -103,4 +104,31 @@ class ClassifySection(Section):
             "weights of the labels in the loss, e.g. `{spam: 3, other: 1}`; balanced: so that all labels"
             " count the same, from their numbers in the rows for training; null: rows count the same"
         ),
+    )
+
+
+class EmbedSection(Section):
+    """The embeddings of `objective: embed`, and the loss that compares them."""
+
+    pooling: Literal["last", "mean"] = Field(
+        default="last",
+        description=(
+            "the embedding of a text: last: the last hidden state of its last token; mean: the mean of those"
+            " of all its tokens"
+        ),
+    )
+    normalize: bool = Field(
+        default=True,
+        description="embeddings have length 1, so that their product is the cosine; false: dot products",
+    )
+    temperature: Positive = Field(
+        default=0.05,
+        description="similarities are divided by it in the loss; 0.05 is the scale 20 of sentence-transformers",
+    )
+    query_prefix: str = Field(
+        default="", description="text before every anchor, e.g. `query: `; exported as the prompt `query`"
+    )
+    document_prefix: str = Field(
+        default="",
+        description="text before every positive and negative; exported as the prompt `document`",
     )

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from unisono.base.text import Duration, nearest, one_line
-from unisono.trainer.config.heads import CLASSIFY, HEADS, ClassifySection
+from unisono.trainer.config.heads import CLASSIFY, EMBED, HEADS, ClassifySection, EmbedSection
 from unisono.trainer.config.limits import refused_values
 from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
 from unisono.trainer.config.rollout_sections import (
@@ -285,6 +285,7 @@ COLUMN_NAMES = (
         "text",
     ),
     *("system", "tools", "functions", "chosen", "rejected", "label", "labels"),
+    *("anchor", "positive", "negative"),
     *("images", "image", "videos", "video", "audios", "audio"),
 )
 """Our names of columns; the last ones only to be switched off."""
@@ -760,7 +761,7 @@ class CheckpointSection(Section):
         description=(
             "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
             " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`;"
-            " accuracy, f1: of `objective: classify`"
+            " accuracy, f1: of `objective: classify`; accuracy: also of `objective: embed`"
         ),
     )
     storage: StorageText | None = Field(
@@ -873,6 +874,10 @@ class RunConfig(Section):
         default=ClassifySection(),
         description="with `objective: classify`: the labels, and how they count",
     )
+    embed: EmbedSection = Field(
+        default=EmbedSection(),
+        description="with `objective: embed`: the embeddings, and the loss that compares them",
+    )
     diffusion: DiffusionSection = Field(
         default=DiffusionSection(),
         description="settings of `objective: diffusion`, which no other objective accepts",
@@ -924,8 +929,13 @@ class RunConfig(Section):
 
     @property
     def trains_head(self) -> bool:
-        """Whether the model gives values of rows instead of logits of tokens."""
+        """Whether the model gives values of rows, by a head that is trained."""
         return self.objective in HEADS
+
+    @property
+    def uses_logits(self) -> bool:
+        """Whether the loss is one of the logits of tokens."""
+        return not self.trains_head and self.objective != EMBED
 
     @property
     def rows_per_step(self) -> int:
@@ -961,6 +971,8 @@ class RunConfig(Section):
             values = {key: value for key, value in values.items() if key not in _OF_GRPO}
         if self.objective != CLASSIFY:
             values.pop("classify", None)
+        if self.objective != EMBED:
+            values.pop("embed", None)
         if self.objective != DIFFUSION:
             values.pop("diffusion", None)
             if isinstance(values.get("data"), dict):
@@ -1096,7 +1108,7 @@ def contradictions(config: RunConfig) -> list[str]:
         problems
         + _objective_contradictions(config)
         + _grpo_contradictions(config)
-        + _classify_contradictions(config)
+        + _row_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
     )
@@ -1205,6 +1217,8 @@ def _unused_keys(config: RunConfig) -> list[str]:
         unused |= {key: [GRPO] for key in (*of_grpo, *(["rewards"] if config.rewards else []))}
     if objective != CLASSIFY:
         unused |= {f"classify.{key}": [CLASSIFY] for key in sorted(config.classify.model_fields_set)}
+    if objective != EMBED:
+        unused |= {f"embed.{key}": [EMBED] for key in sorted(config.embed.model_fields_set)}
     why = f"it uses {', '.join(used)}" if used else ""
     problems = []
     for key, names in unused.items():
@@ -1294,10 +1308,13 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
     )
 
 
-def _classify_contradictions(config: RunConfig) -> list[str]:
+def _row_contradictions(config: RunConfig) -> list[str]:
     section, template = config.classify, lf_name(config.data.template)
-    if config.objective != CLASSIFY:
+    if config.objective not in (CLASSIFY, EMBED):
         return []
+    columns = (
+        "{text: NAME, label: NAME}" if config.objective == CLASSIFY else "{anchor: NAME, positive: NAME}"
+    )
     weights, labels = section.class_weights, section.labels
     unknown = sorted({*weights} - {*labels}) if isinstance(weights, dict) and labels is not None else []
     formats = {source.format for _, source in sources_of(config.data)}
@@ -1317,8 +1334,8 @@ def _classify_contradictions(config: RunConfig) -> list[str]:
         (
             formats != {"auto"},
             (
-                "data.format: rows with labels have no other format; remove it, and set the source's columns:"
-                " {text: NAME, label: NAME} if no column has a usual name"
+                f"data.format: rows of objective {config.objective} have one format; remove it, and set the"
+                f" source's columns: {columns} if no column has a usual name"
             ),
         ),
     ]

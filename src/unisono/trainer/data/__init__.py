@@ -301,7 +301,18 @@ class Labelled:
     is_list: bool = False
 
 
-Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt | Labelled
+@dataclass(frozen=True, slots=True)
+class Similar:
+    """A text with one that is similar, and perhaps one that is not.
+
+    Attributes:
+        texts: the anchor, the positive, and the negative of a triplet.
+    """
+
+    texts: tuple[str, ...]
+
+
+Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt | Labelled | Similar
 
 
 _COUNTS = (

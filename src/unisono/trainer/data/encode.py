@@ -25,6 +25,7 @@ from unisono.trainer.data import (
     PictureSource,
     Preference,
     RowError,
+    Similar,
     Text,
     grouped,
 )
@@ -42,6 +43,7 @@ from unisono.trainer.data.pictures.store import PictureStore
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
 from unisono.trainer.data.prompt_rows import read_open_prompt
 from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts
+from unisono.trainer.data.similar_rows import read_similar
 from unisono.trainer.data.template import (
     CHARACTERS,
     ChatTemplate,
@@ -167,6 +169,12 @@ class RowEncoder(Protocol):
         """
         ...
 
+    def encode_similar(self, examples: Sequence[Similar]) -> list[EncodedUnit | RowError]:
+        """For each example its texts as users of an embedding model encode them; or the first
+        error.
+        """
+        ...
+
 
 class Encoder:
     """Encodes rows with one tokenizer, one template and one rule for the loss.
@@ -256,6 +264,8 @@ class Encoder:
             return read_preference(row, source.columns, source.tags)
         if name == "labelled":
             return read_labelled(row, source.columns, source.tags)
+        if name == "similar":
+            return read_similar(row, source.columns)
         if name == "prompt":
             return read_open_prompt(row, source.columns, source.tags)
         return to_example(name, row, source.columns, source.tags)
@@ -353,9 +363,25 @@ class Encoder:
         jobs = self._jobs([example.example for example in examples])
         rows = self._encoded([job if isinstance(job, RowError) else _as_read(job) for job in jobs])
         return [
-            row if isinstance(row, RowError) else EncodedUnit((_at_last(row),), labels=example.labels)
+            row
+            if isinstance(row, RowError)
+            else EncodedUnit((_at_last(row),), labels=example.labels, is_whole=True)
             for row, example in zip(rows, examples, strict=True)
         ]
+
+    def encode_similar(self, examples: Sequence[Similar]) -> list[EncodedUnit | RowError]:
+        """For each example its texts as users of an embedding model encode them, with special
+        tokens that the tokenizer adds, and no others; or the first error.
+        """
+        jobs = self._jobs([Text(text) for example in examples for text in example.texts])
+        rows = iter(self._encoded([job if isinstance(job, RowError) else _as_read(job) for job in jobs]))
+        units: list[EncodedUnit | RowError] = []
+        for example in examples:
+            sides = [next(rows) for _ in example.texts]
+            error = next((side for side in sides if isinstance(side, RowError)), None)
+            whole = tuple(_at_last(side) for side in sides if isinstance(side, Encoded))
+            units.append(EncodedUnit(whole, is_whole=True) if error is None else error)
+        return units
 
     def _units(
         self, groups: Sequence[Sequence[Conversation | Completion]], names: tuple[str, str]
@@ -441,7 +467,7 @@ class Encoder:
             if isinstance(example, Text):
                 return self._text_job(example)
             # An exchange is of another encoder; others are encoded part by part.
-            assert not isinstance(example, Exchange | Preference | Labelled)
+            assert not isinstance(example, Exchange | Preference | Labelled | Similar)
             if isinstance(example, OpenPrompt):
                 return self._prompt_job(example)
             if isinstance(example, Completion):

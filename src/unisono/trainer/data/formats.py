@@ -22,6 +22,7 @@ from unisono.trainer.data import (
     OpenPrompt,
     Preference,
     RowError,
+    Similar,
     Text,
     ThoughtKey,
     ToolCall,
@@ -37,6 +38,7 @@ FormatName = Literal[
     "preference",
     "prompt",
     "labelled",
+    "similar",
 ]
 Renamed = Mapping[str, str | None]
 """The file's column name for each standard name; None: the column is not read."""
@@ -683,6 +685,8 @@ def all_text(example: Example) -> str:
         return example.text
     if isinstance(example, Labelled):
         return all_text(example.example)
+    if isinstance(example, Similar):
+        return "\0".join(example.texts)
     if isinstance(example, Preference):
         return "\0".join(all_text(answer) for answer in example.answers)
     if isinstance(example, Exchange):

@@ -15,7 +15,7 @@ import numpy as np
 from unisono.base.errors import DataError, Problem
 from unisono.base.events import Reporter
 from unisono.base.files import expand
-from unisono.trainer.config.heads import CLASSIFY, ClassifySection
+from unisono.trainer.config.heads import CLASSIFY, ClassifySection, EmbedSection
 from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
@@ -32,6 +32,7 @@ from unisono.trainer.data import (
     Row,
     RowError,
     RowFile,
+    Similar,
     SourceCounts,
 )
 from unisono.trainer.data.encode import RowEncoder
@@ -46,6 +47,7 @@ from unisono.trainer.data.pictures.row_pictures import (
 from unisono.trainer.data.pictures.store import PictureError, TablePicture
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.row_names import RowNames
+from unisono.trainer.data.similar_rows import Sides
 from unisono.trainer.data.source_format import (
     ONLY_PAIRS,
     ONLY_RATED,
@@ -109,8 +111,8 @@ def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: 
     sides keep the same prompt. Of a pair the longer side decides whether it is too long, of a rated
     answer its own side: the mismatched one is always cut.
     """
-    if unit.labels is not None:
-        return _fit_whole(unit.sides[0], max_length=max_length, too_long=too_long)
+    if unit.is_whole:
+        return _fit_whole(unit, max_length=max_length, too_long=too_long)
     if len(unit.sides) == 1:
         return fit(unit.sides[0], max_length=max_length, too_long=too_long, opening=opening)
     decisive = _decisive(unit)
@@ -127,16 +129,17 @@ def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: 
     return Fitted(kept if is_usable else [], "cut" if cut else "used", cut)
 
 
-def _fit_whole(row: Encoded, *, max_length: int, too_long: TooLong) -> Fitted:
-    """A row that counts as a whole, by the state of its last token."""
-    length = len(row.ids)
-    if length <= max_length:
-        return Fitted([row], "used")
+def _fit_whole(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> Fitted:
+    """A unit whose sides count as a whole, each by its last token; the longest one decides."""
+    if max(_lengths(unit)) <= max_length:
+        return Fitted(list(unit.sides), "used")
     if too_long != "cut":
         return Fitted([], "drop" if too_long == "drop" else "error")
-    kept = row.part(slice(max_length))
-    kept.targets[-1:] = True
-    return Fitted([kept], "cut", length - max_length)
+    kept = [side.part(slice(max_length)) for side in unit.sides]
+    for side in kept:
+        side.targets[-1:] = True
+    lost = sum(len(side.ids) for side in unit.sides) - sum(len(side.ids) for side in kept)
+    return Fitted(kept, "cut", lost)
 
 
 def _decisive(unit: EncodedUnit) -> tuple[Encoded, ...]:
@@ -196,7 +199,11 @@ def _without(row: Encoded, first: int, end: int) -> Encoded:
 
 
 def _lengths(unit: EncodedUnit) -> list[int]:
-    """The tokens of the row, or of both sides of a pair, before anything was cut."""
+    """The tokens of the row, or of both sides of a pair, before anything was cut; of texts that are
+    compared those of the longest.
+    """
+    if unit.is_whole:
+        return [max(len(side.ids) for side in unit.sides)]
     return [len(side.ids) + side.cut for side in _decisive(unit)]
 
 
@@ -212,7 +219,7 @@ def refuse_equal_sides(unit: EncodedUnit, fitted: Fitted) -> None:
     Raises:
         RowError: if the answers are equal, or differ only in what was cut off.
     """
-    if unit.label is not None or len(unit.sides) == 1 or not fitted.pieces:
+    if unit.label is not None or unit.is_whole or len(unit.sides) == 1 or not fitted.pieces:
         return
     chosen, rejected = fitted.pieces
     if not np.array_equal(chosen.ids, rejected.ids):
@@ -374,6 +381,7 @@ class Ingest:
         not_rendered: for usable rows, by their number in `usable`, the parts that are in no token,
             in words.
         labels: those of the usable rows; None unless rows are classified.
+        sides: texts of a row of texts that are compared.
     """
 
     def __init__(
@@ -390,6 +398,7 @@ class Ingest:
         has_environment: bool = False,
         refuses_pictures: str = "this model reads text only",
         classify: ClassifySection | None = None,
+        embed: EmbedSection | None = None,
     ) -> None:
         """Nothing is read yet.
 
@@ -405,7 +414,9 @@ class Ingest:
             has_environment: whether an environment has the tools of all rows.
             refuses_pictures: why rows with pictures are refused; "": they are not.
             classify: of a config that classifies rows.
+            embed: of a config that embeds texts.
         """
+        self.sides, self._embed = Sides(), embed
         self.labels = None if classify is None else LabelSets(classify)
         self._has_environment, self._refuses_pictures = has_environment, refuses_pictures
         self._objective = objective
@@ -591,6 +602,9 @@ class Ingest:
             return self._encoder.encode_prompts([one for one in examples if isinstance(one, OpenPrompt)])
         if self._objective == CLASSIFY:
             return self._encoder.encode_labelled([one for one in examples if isinstance(one, Labelled)])
+        if self._embed is not None:
+            similar = [one for one in examples if isinstance(one, Similar)]
+            return self._encoder.encode_similar([_with_prefixes(one, self._embed) for one in similar])
         rows = self._encoder.encode(examples)
         return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 
@@ -601,6 +615,8 @@ class Ingest:
             self._refuse_other_units(example)
             if self.labels is not None and isinstance(example, Labelled):
                 self.labels.check(example, is_training=source.role == "train")
+            if isinstance(example, Similar):
+                self.sides.check(example)
         except RowError as error:
             return error.at(row.place)
         return example
@@ -684,7 +700,7 @@ class Ingest:
         elif fitted.what == "error":
             self._longest = max(self._longest, *(len(side.ids) for side in _decisive(unit)))
             ways = "cut, drop or split" if len(unit.sides) == 1 else "keep-answer, cut or drop"
-            ways = "drop" if unit.record is not None else "cut or drop" if unit.labels is not None else ways
+            ways = "drop" if unit.record is not None else "cut or drop" if unit.is_whole else ways
             fix = f"raise data.max_length, or set data.too_long to {ways}"
             self._refuse_row(Problem("a row is too long", str(location), why, fix))
         else:
@@ -736,6 +752,11 @@ class Ingest:
         self._reasons.add(problem.why if len(self._reasons) < 2 else "")
         if len(self._problems) < _SHOWN_PROBLEMS:
             self._problems.append(problem)
+
+
+def _with_prefixes(row: Similar, section: EmbedSection) -> Similar:
+    anchor, *others = row.texts
+    return Similar((section.query_prefix + anchor, *(section.document_prefix + one for one in others)))
 
 
 def _refuse_cut_pictures(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> None:

@@ -39,7 +39,7 @@ from unisono.base.errors import (
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_json
 from unisono.base.text import Duration, one_line
-from unisono.trainer.config.heads import CLASSIFY
+from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.named_templates import lf_version, local_day
 from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.config.sections import GRPO, lf_name, rows_of
@@ -163,7 +163,11 @@ def _answer_ingredients(config: RunConfig) -> Ingredients:
 
 
 def _label_ingredients(config: RunConfig) -> Ingredients:
-    """What decides the labels of rows to classify."""
+    """What decides the labels of rows to classify, and the texts of rows to embed."""
+    if config.objective == EMBED:
+        return {
+            f"embed.{name}_prefix": getattr(config.embed, f"{name}_prefix") for name in ("query", "document")
+        }
     if config.objective != CLASSIFY:
         return {}
     return {f"classify.{key}": getattr(config.classify, key) for key in ("labels", "multi_label")}
@@ -519,6 +523,7 @@ def _summary(
         warnings=warnings,
         pictures=_picture_summary(lookup.directory),
         labels=labels,
+        sides=meta["sides"],
     )
 
 

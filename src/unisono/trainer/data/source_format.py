@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.base.errors import DataError
 from unisono.base.text import nearest
-from unisono.trainer.config.heads import CLASSIFY
+from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.schema import COLUMN_NAMES, SourceSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import BadRow, RawRow, Row
@@ -24,6 +24,7 @@ from unisono.trainer.data.labelled_rows import LABEL, label_column, text_column
 from unisono.trainer.data.preference_rows import is_rated, sides_in, turns_of_transcript
 from unisono.trainer.data.prompt_rows import prompt_column
 from unisono.trainer.data.row_names import READABLE
+from unisono.trainer.data.similar_rows import PARTS, USUAL, parts_in
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "instruction": (
@@ -142,6 +143,8 @@ def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> 
         return _settle_prompt(section, first, key)
     if objective == CLASSIFY:
         return _settle_labelled(section, first, key)
+    if objective == EMBED:
+        return _settle_similar(section, first, key)
     if configured != "auto":
         if (objective in PREFERENCE) != (configured == "preference"):
             raise _other_rows(section, objective, first, key, f"data.format is {configured}")
@@ -209,6 +212,28 @@ def _settle_labelled(section: SourceSection, first: Row, key: str) -> SourceForm
     return SourceFormat(
         section, "labelled", f"the first row has {names[0]} and {names[1]}{_read_as(inferred)}"
     )
+
+
+def _settle_similar(section: SourceSection, first: Row, key: str) -> SourceFormat:
+    """The format of similar texts."""
+    if isinstance(first, BadRow):
+        return SourceFormat(section, "similar", "")
+    inferred: Columns = {}
+    for part in PARTS:
+        if part not in section.columns and part not in first.value:
+            inferred |= _usual(first.value, part, USUAL[part])
+    section = _with_columns(section, inferred)
+    parts = parts_in(first.value, section.columns)
+    missing = next((part for part in PARTS[:2] if part not in parts), None)
+    if missing is not None:
+        raise DataError.of(
+            f"{section.path} has no column with the {missing}",
+            where=str(first.place),
+            why=f"its columns are {_names(first.value)}",
+            fix=f"set the source's columns: {{{missing}: NAME}}",
+        )
+    names = " and ".join(str(column_of(part, section.columns)) for part in parts)
+    return SourceFormat(section, "similar", f"the first row has {names}{_read_as(inferred)}")
 
 
 def _usual(row: Mapping[str, object], part: str, names: Sequence[str]) -> Columns:

@@ -423,12 +423,14 @@ class EncodedUnit:
         label: whether a rated answer is desirable; None for other units.
         record: of a prompt without an answer what rewards get, as JSON; None for other units.
         labels: of a row to classify its labels; None for other units.
+        is_whole: whether the state of its last token, or of all tokens, is that of a side.
     """
 
     sides: tuple[Encoded, ...]
     label: bool | None = None
     record: str | None = None
     labels: tuple[str, ...] | None = None
+    is_whole: bool = False
 
 
 class TokenWriter:

@@ -328,6 +328,25 @@ class Forward:
             hidden = self._hidden(replace(rows, label_index=last))
         return head_values(base, hidden)
 
+    def embeddings(self, rows: Rows, *, pooling: Literal["last", "mean"]) -> torch.Tensor:
+        """Returns the last hidden state of each row's last token, or the mean of those of all its
+        tokens: (R, E) float32 with a gradient.
+        """
+        return self.within(lambda: self._embeddings(rows, pooling))
+
+    def _embeddings(self, rows: Rows, pooling: Literal["last", "mean"]) -> torch.Tensor:
+        lengths = torch.tensor(rows.lengths, device=rows.input_ids.device)
+        index = torch.arange(len(rows.input_ids), device=lengths.device)
+        index = lengths.cumsum(0) - 1 if pooling == "last" else index
+        apart = replace(rows, label_index=index, common=[0] * len(rows.lengths))  # each token has a state
+        with self._precision(), self._noise(rows), self._recorded(rows):
+            hidden = self._hidden(apart).float()
+        if pooling == "last":
+            return hidden
+        row_of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        sums = hidden.new_zeros(len(lengths), hidden.shape[1]).index_add(0, row_of, hidden)
+        return sums / lengths[:, None]
+
     @contextlib.contextmanager
     def without_adapter(self) -> Any:
         """A context in which the adapter is off: the model gives the outputs of its base model."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
-from unisono.trainer.config.heads import SequenceHead
+from unisono.trainer.config.heads import EMBED, SequenceHead
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import LANGUAGE, RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
@@ -161,7 +161,7 @@ def load_for_training(
         keeps_parts=keeps_parts,
     )
     grown = _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
-    if head is not None:
+    if head is not None or config.objective == EMBED:
         set_pad_token(base, tokenizer)
     base.config.use_cache = False
     base.to(device)
@@ -175,6 +175,8 @@ def load_for_training(
         if keeps_parts:
             select_parts(base, parts)
         _freeze(base, config.freeze)
+        if config.objective == EMBED:
+            _freeze_unused_head(base)
         if config.train_only is not None:
             _train_only(base, config.train_only)
             if head is not None:
@@ -194,6 +196,15 @@ def load_for_training(
             ),
         )
     return LoadedModel(model, base, tokenizer, trainable, count_parameters(model), changes)
+
+
+def _freeze_unused_head(base: Any) -> None:
+    """Freezes the head of a model whose logits are not used, unless it shares the embedding's
+    matrix.
+    """
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        head.requires_grad_(False)
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:

@@ -75,7 +75,7 @@ class Objective(ABC):
     """
 
     metrics: tuple[str, ...] = ()
-    sides: ClassVar[tuple[int, ...]] = (0,)
+    sides: tuple[int, ...] = (0,)
     first_sides: tuple[int, ...] = ()
     uses_reference: ClassVar[bool] = False
 

@@ -12,7 +12,7 @@ from unisono.base.errors import UsageError
 from unisono.base.files import read_object
 from unisono.base.text import show_count
 from unisono.guard.rundir import RunDir
-from unisono.trainer.config.heads import CLASSIFY, REWARD
+from unisono.trainer.config.heads import CLASSIFY, EMBED, REWARD
 from unisono.trainer.config.sections import DIFFUSION
 from unisono.trainer.plan.run_plan import DataSummary, ModelFacts, SplitSummary
 
@@ -121,7 +121,7 @@ class _Text(FamilyFacts):
     rows_advice = "check the rows in the warnings (unisono data preview)"
 
     def following(self, run: str, *, objective: str) -> str:
-        rows = {REWARD: "PAIRS", CLASSIFY: "FILE"}.get(objective)
+        rows = {REWARD: "PAIRS", CLASSIFY: "FILE", EMBED: "FILE"}.get(objective)
         return f"unisono eval {run} --data {rows}" if rows else f"unisono chat {run}"
 
     def made(self, rows: int, sequences: int, *, packing: bool) -> str:

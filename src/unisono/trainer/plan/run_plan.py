@@ -141,6 +141,8 @@ class DataSummary(PlanPart):
     """None if rows are text."""
     labels: LabelSummary | None = None
     """None unless rows are classified."""
+    sides: int = 1
+    """Rows of tokens of a unit: 2 for a pair, 3 for a triplet."""
     formats: list[str]
     """One line per source: the format, and why it was chosen."""
     template: str

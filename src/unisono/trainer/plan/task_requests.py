@@ -549,6 +549,7 @@ class Exported(_Written, MergeFigures):
     Attributes:
         reward: whether it is a reward model.
         labels: of a classifier, in the order of its outputs.
+        embeds: whether it is an embedding model.
         multimodal: whether its class has vision or audio parts.
         pictures, format, file: of the LoRA of an image model.
     """
@@ -556,6 +557,7 @@ class Exported(_Written, MergeFigures):
     merged: bool
     reward: bool
     labels: list[str]
+    embeds: NotRequired[bool]
     multimodal: NotRequired[bool]
     pictures: NotRequired[bool]
     format: NotRequired[str]

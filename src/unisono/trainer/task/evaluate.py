@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import DataError
+from unisono.base.errors import DataError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, write_json, write_text
 from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
-from unisono.trainer.config.heads import CLASSIFY, ClassifySection
+from unisono.trainer.config.heads import CLASSIFY, EMBED, ClassifySection, EmbedSection
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
@@ -47,6 +47,7 @@ from unisono.trainer.plan.task_requests import (
 )
 from unisono.trainer.task.classification import classification_figures, section_for
 from unisono.trainer.task.inference import InferenceModel, decode, open_requested
+from unisono.trainer.task.similarity import similarity_figures
 from unisono.trainer.training.evaluation import bleu, exact_match, rouge_l, similarity
 
 _TOKENS = 8_192  # per forward
@@ -66,6 +67,10 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     labels: list[LabelFigures] = []
     if config.objective == CLASSIFY:
         figures, rows, labels = classification_figures(opened, table, sequences, report, each=request.each)
+    elif config.objective == EMBED:
+        assert opened.target.plan is not None
+        batch = opened.target.plan.config.rows_per_step
+        figures, rows = similarity_figures(opened, config, table, sequences, report, batch=batch)
     elif config.objective in PREFERENCE:
         figures, rows = preference_figures(opened, config, table, sequences, report, each=request.each)
     else:
@@ -152,6 +157,13 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     # No row depends on it, but quantized weights are refused without one.
     adapter = AdapterSection() if is_quantized(opened.forward.loaded.base) else None
     head = target.head
+    if plan is None and target.embeds:
+        raise UsageError.of(
+            f"{target.name} is an embedding model without its run",
+            where="RUN|MODEL",
+            why="the temperature and the size of a batch are those of the run",
+            fix="evaluate the run, or use the evaluators of sentence-transformers",
+        )
     classify = section_for(head) if head is not None and head.labels else ClassifySection()
     if plan is None:
         data = DataSection(train=file, packing=False, max_length=max(8, opened.context))
@@ -177,6 +189,7 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
         objective=objective,
         preference=PreferenceSection.model_validate(settings_of_loss),
         classify=classify,
+        embed=plan.config.embed if objective == EMBED else EmbedSection(),
         seed=plan.config.seed,
         output_dir="unused",
     )

@@ -108,6 +108,12 @@ def _refuse_others(target: Target, *, alone: bool) -> None:
             where="--format",
             fix="omit --format",
         )
+    if target.embeds:
+        raise UsageError.of(
+            f"{target.name} is an embedding model, which is not written as GGUF",
+            where="--format",
+            fix="omit --format: sentence-transformers loads the export",
+        )
     if alone and (not has_adapter(target) or target.merged):
         raise UsageError.of(
             f"{target.name} has no adapter, or several",

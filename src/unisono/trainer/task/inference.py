@@ -190,6 +190,12 @@ def open_requested(
     target = requested_target(request)
     if answers and target.head is not None:
         raise _no_answers(target, target.head)
+    if answers and target.embeds:
+        raise UsageError.of(
+            f"{target.name} is an embedding model: it writes no answers",
+            where=str(target.weights),
+            fix=f"load it with sentence_transformers.SentenceTransformer({str(target.weights)!r})",
+        )
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     if sees is not None:

@@ -18,7 +18,7 @@ from unisono.guard.facts import read_environment
 from unisono.guard.rundir import MODEL_MANIFEST, RunDir, or_nearest_run, runs_beside
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.trainer.checkpoint.verify import check_model, listed_files, read_digest
-from unisono.trainer.config.heads import SequenceHead
+from unisono.trainer.config.heads import EMBED, SequenceHead
 from unisono.trainer.config.sections import Thinking
 from unisono.trainer.families import files_of
 from unisono.trainer.families.text.input_files import adapter_settings, check_adapter
@@ -30,6 +30,7 @@ from unisono.trainer.model.directory import (
     stored_head,
 )
 from unisono.trainer.model.files import check_directory
+from unisono.trainer.model.sentence_files import is_embedding_model
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.input_digests import Digested, DigestProgress, digest_files
@@ -70,6 +71,13 @@ class Target:
     default_system: str | None = None
     merged: tuple[Path, ...] = ()
     step: int | None = None
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it is an embedding model, which writes no answers."""
+        if self.plan is not None:
+            return self.plan.config.objective == EMBED
+        return is_embedding_model(self.weights)
 
     @property
     def head(self) -> SequenceHead | None:

@@ -97,7 +97,12 @@ def _refuse_damage(
     Raises:
         IntegrityError: with each damaged file, and its tensors.
     """
-    checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
+
+    def read(file: Path) -> tuple[int, str]:
+        known = digests.get(file.name) if file.parent == directory else None
+        return known or read_digest(file)
+
+    checked = check_model(directory, read=read, only=only)
     if not checked.intact:
         raise checked.refusal(restore="copy the directory again, or export it again")
 
