@@ -17,6 +17,7 @@ from key_names import About, about_keys, names_without_key, other_names
 from key_types import type_of
 from page_parts import Translate
 from unisono.jobs.runs.config_changes import RULES, rule_of
+from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import DIFFUSION, GRPO, USED, Section
 from unisono.trainer.config.yaml_file import Takes, section_in
@@ -322,6 +323,8 @@ def defaults_file(t: Translate) -> list[str]:
         *_commented("rollout"),
         *_commented(GRPO),
     ]
+    lines += [f"# {t('with `objective: classify`')}", *_commented(CLASSIFY)]
+    lines += [f"# {t('with `objective: embed`')}", *_commented(EMBED)]
     return [*lines, f"# {t('with `objective: diffusion`')}", *_commented(DIFFUSION)]
 
 
@@ -334,7 +337,7 @@ def _commented(key: str) -> list[str]:
 
 def _default_lines(key: str, field: FieldInfo, indent: str) -> Iterator[str]:
     """A key, and those of its section if the section is not null by default."""
-    if key in ("preference", DIFFUSION, "rewards", "rollout", GRPO):
+    if key in ("preference", CLASSIFY, EMBED, DIFFUSION, "rewards", "rollout", GRPO):
         return
     inner = section_in(field.annotation)
     if inner is not None and key != "train" and (field.is_required() or isinstance(field.default, Section)):

@@ -51,6 +51,13 @@ STEPS: list[tuple[str, set[int]]] = [
     ("eval runs/reward --data pairs.jsonl", {0}),
     ("eval runs/reward --data pairs.jsonl --out rewards.jsonl", {0}),
     ("export runs/reward OUT --merge", {0}),
+    ("train labels.yaml", {0}),
+    ("eval runs/labels --data labels-test.jsonl", {0}),
+    ("eval runs/labels --data labels-test.jsonl --out labels.jsonl", {0}),
+    ("export runs/labels my-classifier --merge", {0}),
+    ("train embed.yaml", {0}),
+    ("eval runs/embed --data similar.jsonl", {0}),
+    ("export runs/embed my-embedder --merge", {0}),
     ("diagnose train.log", {0}),
     ("diagnose logs/", {0}),
     ("diagnose runs/first", {0}),
@@ -148,6 +155,15 @@ def prepare(folder: Path) -> None:
     small = {"model": "builtin:tiny", "duration": "2 steps", "batch": {"global": 4}}
     reward = small | {"objective": "reward", "data": {"train": "pairs.jsonl", "eval": 0.2, "max_length": 256}, "eval": {"every": "2 steps", "samples": 0}, "output_dir": "runs/reward"}  # fmt: skip
     (folder / "reward.yaml").write_text(yaml.safe_dump(reward))
+    texts = [{"text": row["prompt"], "label": ("short", "long")[len(row["prompt"]) > 60]} for row in rows]  # fmt: skip
+    for name in ("rows-with-labels.jsonl", "labels-test.jsonl"):
+        (folder / name).write_text("".join(json.dumps(text) + "\n" for text in texts))
+    labels = small | {"objective": "classify", "data": {"train": "rows-with-labels.jsonl", "eval": 0.2, "max_length": 256}, "classify": {"labels": ["short", "long"]}, "output_dir": "runs/labels"}  # fmt: skip
+    (folder / "labels.yaml").write_text(yaml.safe_dump(labels))
+    similar = [{"anchor": row["prompt"], "positive": row["completion"]} for row in rows]
+    (folder / "similar.jsonl").write_text("".join(json.dumps(row) + "\n" for row in similar))
+    embed = small | {"objective": "embed", "data": {"train": "similar.jsonl", "eval": 0.2, "max_length": 256}, "output_dir": "runs/embed"}  # fmt: skip
+    (folder / "embed.yaml").write_text(yaml.safe_dump(embed))
     theirs = {
         "model_name_or_path": "my-model", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4, "dataset": "mine", "dataset_dir": "lf",
         "template": "default", "cutoff_len": 256, "output_dir": "saves", "max_steps": 2, "per_device_train_batch_size": 2,

@@ -24,6 +24,7 @@ from unisono.front.cli.app import command_names
 from unisono.front.cli.output import GLOBAL_OPTIONS
 from unisono.guard.supervise.child_process import child_environment
 from unisono.jobs.runs.config_file import load_config
+from unisono.trainer.config.heads import CLASSIFY, EMBED, ClassifySection, EmbedSection
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import DIFFUSION, GRPO, USED, DiffusionSection
 from unisono.trainer.config.yaml_file import all_keys, parse_yaml
@@ -209,20 +210,20 @@ def uncommented(text: str, section: str, keys: set[str]) -> str:
 
 
 @pytest.mark.parametrize("language", PAGES)
-@pytest.mark.parametrize("objective", ["sft", *USED, DIFFUSION])
+@pytest.mark.parametrize("objective", ["sft", *USED, CLASSIFY, EMBED, DIFFUSION])
 def test_the_file_of_all_defaults_has_the_defaults(objective: str, language: str, tmp_path: Path) -> None:
     page = (PAGES[language] / "config.md").read_text("utf-8")
     text = page.rpartition("```yaml\n")[2].partition("```")[0]
     if objective in USED:
         text = uncommented(text, "preference", set(USED[objective]))
-    if objective == DIFFUSION:
-        text = uncommented(text, DIFFUSION, set(DiffusionSection.model_fields))
+    for name, section in ((DIFFUSION, DiffusionSection), (CLASSIFY, ClassifySection), (EMBED, EmbedSection)):
+        text = uncommented(text, name, set(section.model_fields)) if objective == name else text
     file = tmp_path / "train.yaml"
     file.write_text(text.replace("objective: sft", f"objective: {objective}"), "utf-8")
     short = tmp_path / "short.yaml"
     short.write_text(yaml.safe_dump(REQUIRED | {"objective": objective}), "utf-8")
     assert load_config(file).config == load_config(short).config
-    left_out = {"preference", DIFFUSION, "rewards", "rollout", GRPO, "data.train"}
+    left_out = {"preference", CLASSIFY, EMBED, DIFFUSION, "rewards", "rollout", GRPO, "data.train"}
     named = {".".join(map(str, key)) for key in parse_yaml(text, name="page")[1]}
     assert {
         entry.name for entry in ENTRIES if entry.name.partition(".")[0] not in left_out and "train" not in entry.name

@@ -75,7 +75,7 @@ CAPTION_TEXTS = (
 )
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
-    "rewards", *(f"{functions}[].{name}" for functions in ("rewards", "eval.metrics") for name in ("column", "pattern", "tags")), "eval.metrics", "checkpoint.best", "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
+    "rewards", *(f"{functions}[].{name}" for functions in ("rewards", "eval.metrics") for name in ("column", "pattern", "tags")), "eval.metrics", "checkpoint.best", "classify.labels", "embed.query_prefix", "embed.document_prefix", "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
     *(f"diffusion.{name}" for name in CAPTION_TEXTS),
     *(f"{source}pictures.{name}" for source in SOURCES for name in ("caption", *CAPTION_TEXTS)),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in

@@ -19,6 +19,7 @@ from tests import needs
 from tests.grouped_files import write_grouped
 from tests.trainer.batches import rollouts
 from tests.trainer.objectives.grpo import rewards
+from tests.trainer.objectives.labelled import labelled_rows, similar_rows, write_rows
 from tests.trainer.ranks.front import Ended, Front
 from unisono.base.events import Reporter
 from unisono.base.messages import Message
@@ -46,6 +47,8 @@ _ROUTED: dict[str, Any] = {
     "optim": {"lr": 1e-3, "router_loss": {"load_balancing": 0.5, "z_loss": 0.1}},
 }  # fmt: skip
 _WEIGHTED = "weighted"  # rows of several answers, some of which count in part
+_SIMILAR = "similar texts"
+_LABELLED, _SEVERAL = "one label", "several labels"  # rows to classify
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {
         "data": {"eval": 0.1},
@@ -65,6 +68,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "orpo": {"objective": "orpo", "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps"},
     "simpo": {"objective": "simpo", "data": {"eval": 0.2}, "duration": "8 steps"},
     "reward": {"objective": "reward", "data": {"packing": True, "eval": 0.2}, "duration": "8 steps"},
+    "classify": {
+        "objective": "classify", "data": {"train": _LABELLED, "packing": True, "eval": 0.2}, "classify": {"class_weights": "balanced"},
+        "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps",
+    },
+    "labels": {"objective": "classify", "data": {"train": _SEVERAL, "eval": 0.2}, "duration": "8 steps"},
+    "embed": {"objective": "embed", "data": {"train": _SIMILAR, "eval": 0.2}, "duration": "8 steps"},
+    "embed_full": {
+        "objective": "embed", "data": {"train": _SIMILAR, "packing": True, "eval": 0.2}, "adapter": None, "optim": {"lr": 1e-3}, "duration": "8 steps",
+    },
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
     "int8": {"model": {"quantize": "int8", "quantize_embeddings": True, "dtype": "float32"}, "duration": "4 steps"},
     "gptq": {"model": {"path": _GPTQ, "dtype": "float32"}, "duration": "4 steps"},
@@ -80,10 +92,11 @@ KINDS: dict[str, dict[str, Any]] = {
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _QUANTIZED = ("nf4", "int8", "gptq")  # one import of bitsandbytes, in a single start, serves two of them
+CLASSIFIERS = ("classify", "labels")
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "reward")
 
 
-_FIGURE = re.compile("(eval_)?(loss$|kl$|rewards?_|logps_|router_|experts?_)")
+_FIGURE = re.compile("(eval_)?(loss$|kl$|accuracy$|f1$|rewards?_|logps_|router_|experts?_)")
 
 
 @dataclass
@@ -240,6 +253,13 @@ class Workshop:
             raw["model"]["path"] = str(self._in_files_of_gptq())
         if raw["model"]["path"] == _EXPERTS:
             raw["model"]["path"] = str(self._with_experts())
+        if raw["data"]["train"] == _SIMILAR:
+            raw["data"]["train"] = str(write_rows(self.folder / "similar.jsonl", similar_rows(60)))
+        if raw["data"]["train"] in (_LABELLED, _SEVERAL):
+            several = raw["data"]["train"] == _SEVERAL
+            raw["data"]["train"] = str(
+                write_rows(self.folder / f"labelled-{several}.jsonl", labelled_rows(60, several=several))
+            )
         if raw["data"]["train"] == _WEIGHTED:
             raw["data"]["train"] = str(self._weighted_rows())
         return RunConfig.model_validate(raw)

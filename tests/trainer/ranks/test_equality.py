@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.ranks.conftest import KINDS, PREFERENCES, Done
+from tests.trainer.ranks.conftest import CLASSIFIERS, KINDS, PREFERENCES, Done
 from unisono.base.events import Reporter
 from unisono.base.files import write_json
 from unisono.trainer.plan.task_requests import ReadBackRequest
@@ -63,6 +63,32 @@ def test_two_ranks_give_the_metrics_of_preferences_of_one(
     assert len(mine) == len(wanted) > 8 - (kind == "orpo")
     for line, other in zip(mine, wanted, strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_two_ranks_give_the_metrics_of_classifiers_of_one(
+    alone: dict[str, Done], two: Runs, kind: str, way: str
+) -> None:
+    """Steps and evaluations; labels with weights, and several labels in a row."""
+    _losses_are_equal(two[kind, way, 2], alone[kind])
+    mine, wanted = two[kind, way, 2].figures, alone[kind].figures
+    assert len(mine) == len(wanted) > 8
+    for line, other in zip(mine, wanted, strict=True):
+        assert line.keys() == other.keys() >= {"accuracy", "f1"} or "eval_f1" in line
+        assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("kind", ["embed", "embed_full"])
+def test_two_ranks_compare_all_texts_of_the_batch_as_one_does(
+    alone: dict[str, Done], two: Runs, kind: str, way: str
+) -> None:
+    """Steps, whose rows are compared with those of the other rank, and evaluations."""
+    mine, wanted = two[kind, way, 2].figures, alone[kind].figures
+    assert len(mine) == len(wanted) > 8
+    for line, other in zip(mine, wanted, strict=True):
+        assert line == pytest.approx(other, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("way", _WAYS)

@@ -104,11 +104,13 @@ def test_train_only_trains_the_head_too(train_here: Train, pairs: dict[str, Any]
 def test_an_adapter_of_the_other_kind_is_refused(train_here: Train, pairs: dict[str, Any]) -> None:
     language, reward = train_here(), train_here(**pairs)
     with pytest.raises(
-        ModelError, match=r"an adapter of a language model, and a reward model is trained"
+        ModelError, match=r"an adapter of a language model, and a reward model or classifier is trained"
     ) as error:
         train_here(**pairs, adapter={"rank": 4, "alpha": 8, "from": str(language.directory)})
     assert "adapter.merge" in str(error.value.problems[0].fix)
-    with pytest.raises(ModelError, match="an adapter of a reward model, and a language model is trained"):
+    with pytest.raises(
+        ModelError, match="an adapter of a reward model or classifier, and a language model is trained"
+    ):
         train_here(adapter={"rank": 4, "alpha": 8, "from": str(reward.directory)})
 
 

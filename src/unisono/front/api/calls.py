@@ -41,6 +41,8 @@ class Keys(TypedDict, total=False):
     rewards: Sequence[str | Section]
     rollout: Section
     grpo: Section
+    classify: Section
+    embed: Section
     diffusion: Section
     optim: Section
     duration: str

@@ -75,7 +75,7 @@ def _load(
         _log.warning("%s", note)
     verify_target(target, Reporter(None))
     loaded = load_target(target, dtype=dtype_of(target, device), device=device)
-    if not target.is_reward:
+    if target.head is None and not target.embeds:
         _set_up_generation(target, loaded.base, loaded.tokenizer)
     return loaded.model, loaded.tokenizer
 

@@ -225,7 +225,10 @@ def _lines(result: "Exported") -> list[str]:
                 f" rounded to {result['dtype']}: quantized again, they give other values"
             )
     lines += _read_back(result)
-    kind, more = ("SequenceClassification", ", num_labels=1") if result["reward"] else ("CausalLM", "")
+    outputs = 1 if result["reward"] else len(result["labels"])
+    kind, more = ("SequenceClassification", f", num_labels={outputs}") if outputs else ("CausalLM", "")
+    if result.get("embeds"):
+        return [*lines, f"  sentence_transformers.SentenceTransformer({result['out']!r}) loads it"]
     kind = "MultimodalLM" if result.get("multimodal") else kind
     if result["what"] == "adapter" and kind == "MultimodalLM":
         lines.append(

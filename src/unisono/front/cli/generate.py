@@ -13,6 +13,8 @@ from unisono.front.cli.app import refuse_unwritable
 from unisono.front.cli.output import output, silence, styled, terminal_width
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from unisono.base.messages import Message
     from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_requests import TaskRequest
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         Generated,
         GeneratedText,
         GenerateRequest,
+        LabelFigures,
         PredictRequest,
     )
 
@@ -367,6 +370,8 @@ _LABELS = {
     "loss_tokens": "loss tokens",
     "loss": "loss",
     "perplexity": "perplexity",
+    "accuracy": "accuracy",
+    "f1": "macro F1",
     "reward_accuracy": "reward accuracy",
     "reward_margin": "reward margin",
     "rewards_chosen": "rewards chosen",
@@ -390,7 +395,10 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="FILE",
-            help="Rows with answers, in any training format; for a preference run, pairs or rated answers.",
+            help=(
+                "Rows with answers, in any training format; for a preference run, pairs or rated answers;"
+                " for a classifier, texts with labels."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -403,8 +411,8 @@ def evaluate(
             "--out",
             metavar="FILE",
             help=(
-                "Write each answer (for a preference run, the rewards of each row) to this file, one JSON"
-                " object per line."
+                "Write each answer (for a preference run the rewards, for a classifier the labels of each"
+                " row) to this file, one JSON object per line."
             ),
             show_default=False,
         ),
@@ -495,7 +503,8 @@ def evaluate(
     answers.
 
     For a reward model, or a run with another preference objective: the loss, and the rewards of
-    chosen and rejected answers. With --rewards: the mean reward, and pass@k, the probability that
+    chosen and rejected answers. For a classifier: the loss, accuracy, F1, and the counts of each
+    label. With --rewards: the mean reward, and pass@k, the probability that
     one of k answers has at least the reward --threshold.
 
     Each metric of the run's eval.metrics, or of --metric, has its mean over the answers. With
@@ -647,7 +656,7 @@ def table(result: "Evaluated", data: str) -> list[str]:
         value = figures[name]
         if value is None:
             shown = "-"
-        elif name in ("exact_match", "rouge_l", "reward_accuracy"):
+        elif name in ("exact_match", "rouge_l", "reward_accuracy", "accuracy"):
             shown = f"{100 * value:.1f} %"
         elif isinstance(value, int):
             shown = show_count(value)
@@ -656,7 +665,20 @@ def table(result: "Evaluated", data: str) -> list[str]:
         lines.append(
             f"  {label:<17} {shown}" + (f"   ({note})" if name in ("rows", "pairs") and note else "")
         )
-    return lines
+    return lines + _label_lines(result.get("labels", []))
+
+
+def _label_lines(labels: "Sequence[LabelFigures]") -> list[str]:
+    """The figures of each label of a classifier, one line each."""
+    from unisono.base.text import one_line
+
+    names = [one_line(one["label"], limit=40) for one in labels]
+    width = max(map(len, names), default=0)
+    return [
+        f"    {name:<{width}}  {one['rows']} rows, {one['predicted']} predicted, {one['right']} right:"
+        f" precision {one['precision']:.3f}, recall {one['recall']:.3f}, F1 {one['f1']:.3f}"
+        for name, one in zip(names, labels, strict=True)
+    ]
 
 
 def _metric_label(name: str) -> str:

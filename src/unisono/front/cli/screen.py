@@ -333,9 +333,10 @@ def ending(result: ResultMessage, cwd: Path, *, plan: RunPlan | None = None) -> 
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), cwd)
         run = shlex.quote(_near(output_dir, cwd))
-        reward = plan is not None and plan.config.objective == "reward"
         lines += _read_back(result.get("read_back"))
-        following = family_at(Path(output_dir)).following(run, reward=reward)
+        following = family_at(Path(output_dir)).following(
+            run, objective="" if plan is None else plan.config.objective
+        )
         return [*lines, f"result: {weights}", f"next:   {following}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"

@@ -32,6 +32,7 @@ from unisono.guard.rundir.records import iterate_metrics, shown_outcome
 from unisono.guard.supervise.task_process import run_request
 from unisono.trainer.checkpoint.verify import check_model, read_model_manifest, write_model_manifest
 from unisono.trainer.config import RunConfig
+from unisono.trainer.config.heads import CLASSIFY, EMBED, REWARD
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
@@ -271,11 +272,13 @@ def model_card(run: RunDir, plan: RunPlan, repo: str, *, what: str, step: int | 
         _front_matter(config, base, objective, is_adapter=is_adapter),
         f"# {repo.rpartition('/')[2]}",
         f"{_kind(config, what)} of `{base}`, trained with unisono {__version__} (objective: {objective}).",
-        _usage(
+        _usage_of_embeddings(repo)
+        if objective == EMBED
+        else _usage(
             repo,
             base,
             is_adapter=is_adapter,
-            reward=objective == "reward",
+            outputs=plan.head.outputs if plan.head is not None else 0,
             multimodal=plan.model.other_parameters > 0,
         ),
         "## Data\n\n" + _data(run, plan),
@@ -294,12 +297,16 @@ def _kind(config: RunConfig, what: str) -> str:
     return "A fine-tuned version" if what == "model" else "A fine-tuned version (the adapter is merged)"
 
 
+_TASKS = {REWARD: "text-classification", CLASSIFY: "text-classification", EMBED: "sentence-similarity"}
+"""The hub's names of what models are for, by objective."""
+
+
 def _front_matter(config: RunConfig, base: str, objective: str, *, is_adapter: bool) -> str:
     sources = [text for text in _sources(config) if _is_hub_id(text) and "/" in text]
     kinds = [config.adapter.kind] if config.adapter is not None else []
     body: dict[str, object] = {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-classification" if objective == "reward" else "text-generation",
+        "pipeline_tag": _TASKS.get(objective, "text-generation"),
         "tags": ["unisono", objective, *kinds],
     }
     if _is_hub_id(base):
@@ -315,9 +322,9 @@ def _sources(config: RunConfig) -> list[str]:
     return [entry if isinstance(entry, str) else entry.path for entry in entries]
 
 
-def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool, multimodal: bool) -> str:
-    kind = "SequenceClassification" if reward else "MultimodalLM" if multimodal else "CausalLM"
-    labels = ", num_labels=1" if reward else ""
+def _usage(repo: str, base: str, *, is_adapter: bool, outputs: int, multimodal: bool) -> str:
+    kind = "SequenceClassification" if outputs else "MultimodalLM" if multimodal else "CausalLM"
+    labels = f", num_labels={outputs}" if outputs else ""
     if is_adapter:
         code = (
             f"from peft import AutoPeftModelFor{kind}\n\nmodel ="
@@ -343,6 +350,11 @@ def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool, multimodal: 
         )
         note = ""
     return f"```python\n{code}\n```{note}"
+
+
+def _usage_of_embeddings(repo: str) -> str:
+    code = f'from sentence_transformers import SentenceTransformer\n\nmodel = SentenceTransformer("{repo}")'
+    return f"```python\n{code}\n```"
 
 
 def _data(run: RunDir, plan: RunPlan) -> str:

@@ -558,8 +558,9 @@ def _resume_fix(run: RunDir, verdict: Verdict) -> list[str]:
         return []
     if result is not None and result.is_completed:
         config = read_object(run.plan).get("config")
-        reward = isinstance(config, dict) and config.get("objective") == "reward"
-        return [f"unisono eval {run.root} --data PAIRS" if reward else f"unisono chat {run.root}"]
+        objective = config.get("objective") if isinstance(config, dict) else None
+        rows = {"reward": "PAIRS", "classify": "FILE", "embed": "FILE"}.get(str(objective))
+        return [f"unisono eval {run.root} --data {rows}" if rows else f"unisono chat {run.root}"]
     steps = [
         int(path.parent.name[5:])
         for path in run.checkpoints.glob("step-*/manifest.json")

@@ -150,6 +150,12 @@ RULES: dict[str, KeyRule] = {
     "data.loss_on": KeyRule("meaning", "the loss covers different tokens"),
     "objective": KeyRule("meaning", "the objective is different"),
     "preference": KeyRule("meaning", "the loss is different from here on"),
+    "embed": KeyRule("meaning", "embeddings are computed and compared differently from here on"),
+    "embed.query_prefix": _ROWS,
+    "embed.document_prefix": _ROWS,
+    "classify.labels": KeyRule("fixed", "the outputs of the head would have other meanings"),
+    "classify.multi_label": KeyRule("fixed", "the outputs of the head would have other meanings"),
+    "classify.class_weights": KeyRule("meaning", "labels count differently in the loss from here on"),
     "preference.reference": KeyRule("contents", name="model"),
     "diffusion": KeyRule(
         "meaning", "the loss, or what the model sees of a picture, is different from here on"

@@ -31,9 +31,9 @@ class Micro:
         units: number of units, U.
         row_ids: the origin of each row of tokens, for messages.
         columns: named values of the units, each (U, …): `label` (U,) bool, whether a rated answer
-            is desirable; `reference` (U, 2) float32, the reference model's log-probability of the
-            answer of each side; and the columns of your own source, which may also be values of the
-            loss tokens, (N,).
+            is desirable, or (U, L) bool, which labels a row to classify has; `reference` (U, 2)
+            float32, the reference model's log-probability of the answer of each side; and the
+            columns of your own source, which may also be values of the loss tokens, (N,).
     """
 
     rows: Rows

@@ -80,8 +80,10 @@ class TableRows:
             weights=None if batch.weights is None else to_device(batch.weights, device),
         )
         columns = {}
-        desirable = self.table.columns.get("label")
-        if desirable is not None:
+        desirable, label_sets = self.table.columns.get("label"), self.table.label_sets
+        if desirable is not None and label_sets is not None:
+            columns["label"] = to_device(label_sets[desirable[batch.units]], device)
+        elif desirable is not None:
             columns["label"] = to_device(desirable[batch.units] != 0, device)
         if self.reference is not None:
             columns["reference"] = self.reference[batch.units].to(device)

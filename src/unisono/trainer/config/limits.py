@@ -4,13 +4,16 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import get_args
 
+from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.sections import DIFFUSION, GRPO, PREFERENCE, RATINGS, Objective, Section, rows_of
 from unisono.trainer.config.yaml_file import words_in
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 _TEXT = tuple(name for name in OBJECTIVES if name != DIFFUSION)
-_NO_TARGETS = (*PREFERENCE, GRPO, DIFFUSION)  # of tokens
-_NO_PAIRS = ("sft", "pretrain", *RATINGS, GRPO, DIFFUSION)
+_NO_TARGETS = (*PREFERENCE, GRPO, CLASSIFY, EMBED, DIFFUSION)  # of tokens
+_NO_PAIRS = ("sft", "pretrain", *RATINGS, GRPO, CLASSIFY, EMBED, DIFFUSION)
+_NO_CLASSES = tuple(name for name in OBJECTIVES if name != CLASSIFY)
+_NO_RANKS = tuple(name for name in OBJECTIVES if name not in (CLASSIFY, EMBED))
 _NO_GRPO = tuple(name for name in OBJECTIVES if name != GRPO)
 
 
@@ -31,6 +34,8 @@ LIMITS = (
     Limit(_TEXT, "adapter.targets", "it names modules of image models", ("unet", "unet+text")),
     Limit(_NO_PAIRS, "checkpoint.best", "it compares the answers of pairs", ("reward_accuracy",)),
     Limit(_NO_GRPO, "checkpoint.best", "it is that of sampled answers", ("reward",)),
+    Limit(_NO_CLASSES, "checkpoint.best", "it compares labels", ("f1",)),
+    Limit(_NO_RANKS, "checkpoint.best", "it compares labels, or similar texts", ("accuracy",)),
     Limit((GRPO,), "checkpoint.best", "prompts have no answers to compute it on", ("eval_loss",)),
     Limit(("pretrain",), "data.loss_on", "pretraining counts all tokens", ("last-answer",)),
     Limit(PREFERENCE, "data.loss_on", "the tokens of the answers count", ("all",)),
@@ -40,6 +45,15 @@ LIMITS = (
     Limit(_NO_TARGETS, "eval.exact_match", "there is no single right answer (`eval.samples` shows some)"),
     Limit(_NO_TARGETS, "eval.metrics", "there is no single right answer (`eval.samples` shows some)"),
     Limit(("reward",), "eval.samples", "a reward model writes no answers"),
+    Limit((EMBED,), "eval.samples", "an embedding model writes no answers"),
+    Limit((EMBED,), "data.loss_on", "a row has one loss, that of its texts"),
+    Limit((EMBED,), "data.too_long", "a text has one embedding", ("split", "keep-answer", "balanced")),
+    Limit((EMBED,), "adapter.dropout", "a text is embedded twice, and must have the same embedding"),
+    Limit((EMBED,), "model.embedding_noise", "a text is embedded twice, and must have the same embedding"),
+    Limit((EMBED,), "optim.router_loss", "its loss is that of a whole step"),
+    Limit((CLASSIFY,), "eval.samples", "a classifier writes no answers"),
+    Limit((CLASSIFY,), "data.loss_on", "a row has one loss, that of its labels"),
+    Limit((CLASSIFY,), "data.too_long", "a row has one label", ("split", "keep-answer", "balanced")),
     Limit((GRPO,), "eval.samples", "answers are in the rollouts, and evaluated by their rewards"),
     Limit((GRPO,), "data.loss_on", "the tokens of sampled answers count"),
     Limit((GRPO,), "data.too_long", "a prompt is not changed", ("cut", "split", "keep-answer", "balanced")),

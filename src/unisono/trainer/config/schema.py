@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from unisono.base.text import Duration, nearest, one_line
 from unisono.trainer.config.answer_functions import MetricSection, function_contradictions, function_names
+from unisono.trainer.config.heads import CLASSIFY, EMBED, HEADS, ClassifySection, EmbedSection
 from unisono.trainer.config.limits import refused_values
 from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
 from unisono.trainer.config.rollout_sections import (
@@ -305,7 +306,8 @@ COLUMN_NAMES = (
         "history",
         "text",
     ),
-    *("system", "tools", "functions", "chosen", "rejected", "label"),
+    *("system", "tools", "functions", "chosen", "rejected", "label", "labels"),
+    *("anchor", "positive", "negative"),
     *("images", "image", "objects", "videos", "video", "audios", "audio"),
 )
 """Our names of columns; the last ones only to be switched off."""
@@ -805,14 +807,18 @@ class CheckpointSection(Section):
     )
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
     best: Annotated[
-        Literal["eval_loss", "reward_accuracy", "reward"] | str | None,
-        Takes("`eval_loss`, `reward_accuracy`, `reward`, the name of a metric in `eval.metrics`, or null"),
+        Literal["eval_loss", "reward_accuracy", "reward", "accuracy", "f1"] | str | None,
+        Takes(
+            "`eval_loss`, `reward_accuracy`, `reward`, `accuracy`, `f1`, the name of a metric in `eval.metrics`, or"
+            " null"
+        ),
     ] = Field(
         default=None,
         description=(
             "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
-            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective:"
-            " grpo`; a metric of `eval.metrics`: higher is better"
+            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`;"
+            " accuracy, f1: of `objective: classify`; accuracy: also of `objective: embed`; a metric of"
+            " `eval.metrics`: higher is better"
         ),
     )
     storage: StorageText | None = Field(
@@ -921,6 +927,14 @@ class RunConfig(Section):
     grpo: GrpoSection = Field(
         default=GrpoSection(), description="with `objective: grpo`: the loss on sampled answers"
     )
+    classify: ClassifySection = Field(
+        default=ClassifySection(),
+        description="with `objective: classify`: the labels, and how they count",
+    )
+    embed: EmbedSection = Field(
+        default=EmbedSection(),
+        description="with `objective: embed`: the embeddings, and the loss that compares them",
+    )
     diffusion: DiffusionSection = Field(
         default=DiffusionSection(),
         description="settings of `objective: diffusion`, which no other objective accepts",
@@ -971,6 +985,16 @@ class RunConfig(Section):
         return self.checkpoint.best or ("reward" if self.objective == GRPO else "eval_loss")
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the model gives values of rows, by a head that is trained."""
+        return self.objective in HEADS
+
+    @property
+    def uses_logits(self) -> bool:
+        """Whether the loss is one of the logits of tokens."""
+        return not self.trains_head and self.objective != EMBED
+
+    @property
     def rows_per_step(self) -> int:
         """Rows of a global batch: sequences, or the prompts of its answers."""
         return self.batch.global_ // (self.rollout.group if self.objective == GRPO else 1)
@@ -1002,6 +1026,10 @@ class RunConfig(Section):
                 del values["preference"]
         if self.objective != GRPO:
             values = {key: value for key, value in values.items() if key not in _OF_GRPO}
+        if self.objective != CLASSIFY:
+            values.pop("classify", None)
+        if self.objective != EMBED:
+            values.pop("embed", None)
         if self.objective != DIFFUSION:
             values.pop("diffusion", None)
             if isinstance(values.get("data"), dict):
@@ -1176,6 +1204,7 @@ def contradictions(config: RunConfig) -> list[str]:
         + _objective_contradictions(config)
         + _grpo_contradictions(config)
         + _metric_contradictions(config)
+        + _row_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
     )
@@ -1282,6 +1311,10 @@ def _unused_keys(config: RunConfig) -> list[str]:
         sections = {"rollout": config.rollout, "grpo": config.grpo}
         of_grpo = [f"{name}.{key}" for name, one in sections.items() for key in sorted(one.model_fields_set)]
         unused |= {key: [GRPO] for key in (*of_grpo, *(["rewards"] if config.rewards else []))}
+    if objective != CLASSIFY:
+        unused |= {f"classify.{key}": [CLASSIFY] for key in sorted(config.classify.model_fields_set)}
+    if objective != EMBED:
+        unused |= {f"embed.{key}": [EMBED] for key in sorted(config.embed.model_fields_set)}
     why = f"it uses {', '.join(used)}" if used else ""
     problems = []
     for key, names in unused.items():
@@ -1392,6 +1425,42 @@ def _metric_contradictions(config: RunConfig) -> list[str]:
 
 
 _TAKEN_NAMES = ("loss", "exact_match", "perplexity")
+
+
+def _row_contradictions(config: RunConfig) -> list[str]:
+    section, template = config.classify, lf_name(config.data.template)
+    if config.objective not in (CLASSIFY, EMBED):
+        return []
+    columns = (
+        "{text: NAME, label: NAME}" if config.objective == CLASSIFY else "{anchor: NAME, positive: NAME}"
+    )
+    weights, labels = section.class_weights, section.labels
+    unknown = sorted({*weights} - {*labels}) if isinstance(weights, dict) and labels is not None else []
+    formats = {source.format for _, source in sources_of(config.data)}
+    rules = [
+        (
+            bool(unknown),
+            f"classify.class_weights: {', '.join(unknown)} is not in `classify.labels`; add it there, or remove it",
+        ),
+        (
+            labels is not None and len(labels) < 2 and section.multi_label is False,
+            "classify.labels: one label alone is always right; add another, or set `classify.multi_label: true`",
+        ),
+        (
+            bool(template),
+            "data.template: templates of LLaMA-Factory are for answers; set it to a file, or null",
+        ),
+        (
+            formats != {"auto"},
+            (
+                f"data.format: rows of objective {config.objective} have one format; remove it, and set the"
+                f" source's columns: {columns} if no column has a usual name"
+            ),
+        ),
+    ]
+    return [text for is_wrong, text in rules if is_wrong]
+
+
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")
 
 

@@ -238,13 +238,16 @@ Positive = Annotated[float, BeforeValidator(float_of_yaml), Field(gt=0.0)]
 NotNegative = Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0)]
 
 
-Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", "grpo", "diffusion"]
+Objective = Literal[
+    "sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", "grpo", "classify", "embed", "diffusion"
+]
 
 OBJECTIVES_TEXT = (
     "sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs;"
     " dpo (arXiv:2305.18290), orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers;"
     " kto (arXiv:2402.01306): rated answers; grpo (arXiv:2402.03300): answers that the model samples to"
-    " prompts, by their rewards; diffusion: a LoRA for a Stable Diffusion model, of"
+    " prompts, by their rewards; classify: a classifier of texts with labels; embed: an"
+    " embedding model of pairs of similar texts; diffusion: a LoRA for a Stable Diffusion model, of"
     " pictures with captions; FILE.py:CLASS: your own, on the rows of sft, with `--trust-code`"
 )
 """What each of them trains on, for the reference."""
@@ -342,7 +345,11 @@ def sides_of(objective: str) -> int:
     return 2 if objective in PREFERENCE else 1
 
 
-assert set(get_args(Objective)) == {"sft", "pretrain", "diffusion", GRPO, *PREFERENCE}
+assert set(get_args(Objective)) == {
+    *("sft", "pretrain", "classify", "embed", "diffusion"),
+    GRPO,
+    *PREFERENCE,
+}
 
 
 Resolution = (

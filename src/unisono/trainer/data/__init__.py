@@ -337,7 +337,33 @@ class OpenPrompt:
         return f'{{"prompt": {prompt}, "columns": {columns}}}'
 
 
-Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A text, or a conversation, with its labels.
+
+    Attributes:
+        example: what is classified.
+        labels: one; any number of a row that has a list of them.
+        is_list: whether the row has a list.
+    """
+
+    example: "Text | Conversation"
+    labels: tuple[str, ...]
+    is_list: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Similar:
+    """A text with one that is similar, and perhaps one that is not.
+
+    Attributes:
+        texts: the anchor, the positive, and the negative of a triplet.
+    """
+
+    texts: tuple[str, ...]
+
+
+Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt | Labelled | Similar
 
 
 _COUNTS = (

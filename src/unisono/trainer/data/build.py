@@ -3,11 +3,12 @@ writes the table.
 """
 
 import hashlib
+import json
 import math
 import random
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
+from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import MixSection, RunConfig, SourceSection
 from unisono.trainer.config.sections import GRPO, PREFERENCE, RATINGS, lf_name, sides_of
@@ -45,7 +47,7 @@ def make_encoder(
     Raises:
         DataError: if the template is missing, is not valid, or does not match the other settings.
     """
-    data, pretrain = config.data, config.objective == "pretrain"
+    data, whole = config.data, config.objective in ("pretrain", CLASSIFY, EMBED)
     name, named = lf_name(data.template), named_template(data.template, system=data.system)
     if named is not None:
         encoder: RowEncoder = named.encoder(config, tokenizer, pictures=pictures)
@@ -55,8 +57,8 @@ def make_encoder(
         tokenizer,
         directory=directory,
         template_file=data.template if name is None else None,
-        loss_on="all" if pretrain else "last-answer" if config.objective in PREFERENCE else data.loss_on,
-        check_template=data.check_template and config.objective not in ("pretrain", GRPO),
+        loss_on="all" if whole else "last-answer" if config.objective in PREFERENCE else data.loss_on,
+        check_template=data.check_template and config.objective not in ("pretrain", GRPO, CLASSIFY, EMBED),
         end_at_stop=config.objective != "reward",
         show_first=None if name is None else unknown,
         thoughts=data.thoughts,
@@ -99,11 +101,16 @@ def build_table(
                 answer_tokens=config.rollout.max_new_tokens if config.objective == GRPO else 0,
                 has_environment=config.rollout.environment is not None,
                 refuses_pictures=refuses_pictures,
+                classify=config.classify if config.objective == CLASSIFY else None,
+                embed=config.embed if config.objective == EMBED else None,
             )
             for source in sources:
                 intake.read(source)
             intake.refuse()
             report.phase("pack", "selecting and packing rows")
+        labels = intake.labels.finish() if intake.labels is not None else None
+        if labels is not None:
+            writer.digest.update(json.dumps(asdict(labels)).encode())
         splits, warnings = _write_splits(config, sources, intake, ledger, writer, directory)
         ledger.write(directory / "ledger.json")
     notes.unlink()
@@ -116,7 +123,8 @@ def build_table(
         writer.digest.update(pictures.digest().encode())
     meta = {
         "splits": splits,
-        "sides": sides_of(config.objective),
+        "labels": asdict(labels) if labels is not None else None,
+        "sides": intake.sides.number or sides_of(config.objective),
         "has_shares": writer.has_shares,
         "total": ledger.total(),
         "formats": intake.formats,
@@ -181,6 +189,7 @@ def _write_splits(
     _note_rows(config, sources, intake, choice, ledger)
     lengths, loss = np.array(writer.lengths, dtype=np.int64), np.array(writer.loss, dtype=np.int64)
     figures: dict[str, dict[str, int]] = {}
+    sides = intake.sides.number or sides_of(config.objective)
     warnings: list[str] = []
     splits: tuple[Split, ...] = ("train", "eval")
     for split in splits:
@@ -192,7 +201,6 @@ def _write_splits(
         first_of_row = np.repeat(
             np.cumsum(usable["pieces"][chosen]) - usable["pieces"][chosen], usable["pieces"][chosen]
         )
-        sides = sides_of(config.objective)
         stored = usable["first"][row] + (np.arange(len(row)) - first_of_row) * sides
         of_side = [stored + side for side in range(sides)]
         columns = {
@@ -205,6 +213,9 @@ def _write_splits(
         if config.objective in RATINGS:
             columns["label"] = usable["label"][row]
             warnings += _one_sided(columns["label"].tolist()) if split == "train" else []
+            writer.digest.update(columns["label"].data)
+        if intake.labels is not None:
+            columns["label"] = usable["label"][row]
             writer.digest.update(columns["label"].data)
         if sides > 1:
             writer.digest.update(f"{sides} sides".encode())
@@ -284,7 +295,7 @@ def _note_rows(
             pieces=rows.pieces[i],
             tokens_cut=rows.tokens_cut[i],
             too_long=config.data.too_long,
-            sides=sides_of(config.objective),
+            sides=intake.sides.number or sides_of(config.objective),
         )
         ledger.note(location, what, why)
 

@@ -19,11 +19,13 @@ from unisono.trainer.data import (
     EmptyAnswerError,
     Example,
     Exchange,
+    Labelled,
     Message,
     OpenPrompt,
     PictureSource,
     Preference,
     RowError,
+    Similar,
     Text,
     grouped,
 )
@@ -35,11 +37,13 @@ from unisono.trainer.data.control_tokens import (
     refuse_slow,
 )
 from unisono.trainer.data.formats import FormatName, all_text, to_example
+from unisono.trainer.data.labelled_rows import read_labelled
 from unisono.trainer.data.pictures.picture_template import with_placeholders
 from unisono.trainer.data.pictures.store import PictureStore
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
 from unisono.trainer.data.prompt_rows import read_open_prompt
 from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts
+from unisono.trainer.data.similar_rows import read_similar
 from unisono.trainer.data.template import (
     CHARACTERS,
     ChatTemplate,
@@ -79,6 +83,7 @@ class _EncodeJob:
         not_rendered: parts of the row that are not in the text, in words.
         escaped: characters of control tokens that are text.
         has_control_tokens: whether control tokens of the row's own text are read as such.
+        is_closed: whether end of sequence is appended to a complete text.
         weights: of each answer in the loss, above 0 and up to 1; empty: all 1.
         pictures: the numbers of its pictures, in order.
     """
@@ -89,6 +94,7 @@ class _EncodeJob:
     not_rendered: tuple[str, ...] = ()
     escaped: tuple[Span, ...] = ()
     has_control_tokens: bool = False
+    is_closed: bool = True
     weights: Sequence[float] = ()
     pictures: tuple[int, ...] = ()
 
@@ -154,6 +160,18 @@ class RowEncoder(Protocol):
         before; or its error.
 
         The first example gets the answer of the last one.
+        """
+        ...
+
+    def encode_labelled(self, examples: Sequence[Labelled]) -> list[EncodedUnit | RowError]:
+        """For each example its text as users of a classifier encode it, with its labels; or its
+        error.
+        """
+        ...
+
+    def encode_similar(self, examples: Sequence[Similar]) -> list[EncodedUnit | RowError]:
+        """For each example its texts as users of an embedding model encode them; or the first
+        error.
         """
         ...
 
@@ -244,6 +262,10 @@ class Encoder:
         """
         if name == "preference":
             return read_preference(row, source.columns, source.tags)
+        if name == "labelled":
+            return read_labelled(row, source.columns, source.tags)
+        if name == "similar":
+            return read_similar(row, source.columns)
         if name == "prompt":
             return read_open_prompt(row, source.columns, source.tags)
         return to_example(name, row, source.columns, source.tags)
@@ -334,6 +356,33 @@ class Encoder:
             for unit, example in zip(units, rated, strict=True)
         ]
 
+    def encode_labelled(self, examples: Sequence[Labelled]) -> list[EncodedUnit | RowError]:
+        """For each example its text as users of a classifier encode it, without end of sequence if
+        the tokenizer adds none, and its labels; or its error. Its last token is that of the loss.
+        """
+        jobs = self._jobs([example.example for example in examples])
+        rows = self._encoded([job if isinstance(job, RowError) else _as_read(job) for job in jobs])
+        return [
+            row
+            if isinstance(row, RowError)
+            else EncodedUnit((_at_last(row),), labels=example.labels, is_whole=True)
+            for row, example in zip(rows, examples, strict=True)
+        ]
+
+    def encode_similar(self, examples: Sequence[Similar]) -> list[EncodedUnit | RowError]:
+        """For each example its texts as users of an embedding model encode them, with special
+        tokens that the tokenizer adds, and no others; or the first error.
+        """
+        jobs = self._jobs([Text(text) for example in examples for text in example.texts])
+        rows = iter(self._encoded([job if isinstance(job, RowError) else _as_read(job) for job in jobs]))
+        units: list[EncodedUnit | RowError] = []
+        for example in examples:
+            sides = [next(rows) for _ in example.texts]
+            error = next((side for side in sides if isinstance(side, RowError)), None)
+            whole = tuple(_at_last(side) for side in sides if isinstance(side, Encoded))
+            units.append(EncodedUnit(whole, is_whole=True) if error is None else error)
+        return units
+
     def _units(
         self, groups: Sequence[Sequence[Conversation | Completion]], names: tuple[str, str]
     ) -> list[EncodedUnit | RowError]:
@@ -417,8 +466,8 @@ class Encoder:
         try:
             if isinstance(example, Text):
                 return self._text_job(example)
-            # An exchange is of another encoder; a preference is encoded answer by answer.
-            assert not isinstance(example, Exchange | Preference)
+            # An exchange is of another encoder; others are encoded part by part.
+            assert not isinstance(example, Exchange | Preference | Labelled | Similar)
             if isinstance(example, OpenPrompt):
                 return self._prompt_job(example)
             if isinstance(example, Completion):
@@ -562,7 +611,7 @@ class Encoder:
 
     def _finish(self, job: _EncodeJob, tokens: Tokens) -> Encoded | RowError:
         ids, array = tokens.ids, tokens.array
-        eos = self.tokenizer.eos_token_id if job.whole else None
+        eos = self.tokenizer.eos_token_id if job.whole and job.is_closed else None
         if job.is_prompt:
             end = len(array)
             while end > 1 and array[end - 1] == eos:
@@ -695,6 +744,18 @@ def with_features(row: Encoded, numbers: Sequence[int], store: PictureStore) -> 
     row.targets[is_feature] = False
     end = int(np.flatnonzero(is_feature)[-1]) + 1 if features else 0
     return replace(row, pictures=tuple(numbers), pictures_end=end)
+
+
+def _as_read(job: _EncodeJob) -> _EncodeJob:
+    """The job of a text that is read as a whole, and not continued."""
+    return replace(job, answers=None, weights=(), is_closed=False)
+
+
+def _at_last(row: Encoded) -> Encoded:
+    """The row with its last token, whose state is that of the row, as the one that counts."""
+    targets = np.zeros(len(row.ids), np.bool_)
+    targets[-1:] = True
+    return replace(row, targets=targets)
 
 
 def _is_conversation(example: Example) -> bool:

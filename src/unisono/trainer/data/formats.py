@@ -17,10 +17,12 @@ from unisono.trainer.data import (
     Example,
     Exchange,
     FunctionCall,
+    Labelled,
     Message,
     OpenPrompt,
     Preference,
     RowError,
+    Similar,
     Text,
     ThoughtKey,
     ToolCall,
@@ -36,6 +38,8 @@ FormatName = Literal[
     "prompt-completion",
     "preference",
     "prompt",
+    "labelled",
+    "similar",
 ]
 Renamed = Mapping[str, str | None]
 """The file's column name for each standard name; None: the column is not read."""
@@ -697,6 +701,10 @@ def all_text(example: Example) -> str:
     """All strings of an example, joined."""
     if isinstance(example, Text):
         return example.text
+    if isinstance(example, Labelled):
+        return all_text(example.example)
+    if isinstance(example, Similar):
+        return "\0".join(example.texts)
     if isinstance(example, Preference):
         return "\0".join(all_text(answer) for answer in example.answers)
     if isinstance(example, Exchange):

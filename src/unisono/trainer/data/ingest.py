@@ -15,6 +15,7 @@ import numpy as np
 from unisono.base.errors import DataError, Problem
 from unisono.base.events import Reporter
 from unisono.base.files import expand
+from unisono.trainer.config.heads import CLASSIFY, ClassifySection, EmbedSection
 from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
@@ -23,6 +24,7 @@ from unisono.trainer.data import (
     EmptyAnswerError,
     Example,
     Exchange,
+    Labelled,
     Ledger,
     OpenPrompt,
     Place,
@@ -31,10 +33,12 @@ from unisono.trainer.data import (
     Row,
     RowError,
     RowFile,
+    Similar,
     SourceCounts,
 )
 from unisono.trainer.data.encode import RowEncoder
 from unisono.trainer.data.formats import FLAGS, FormatName
+from unisono.trainer.data.labelled_rows import LabelSets
 from unisono.trainer.data.pictures.boxes import with_boxes
 from unisono.trainer.data.pictures.row_pictures import (
     PictureColumns,
@@ -48,6 +52,7 @@ from unisono.trainer.data.pictures.store import PictureError, TablePicture
 from unisono.trainer.data.prompt_rows import prompt_turns
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.row_names import RowNames
+from unisono.trainer.data.similar_rows import Sides
 from unisono.trainer.data.source_format import (
     ONLY_PAIRS,
     ONLY_RATED,
@@ -112,6 +117,8 @@ def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: 
     sides keep the same prompt. Of a pair the longer side decides whether it is too long, of a rated
     answer its own side: the mismatched one is always cut.
     """
+    if unit.is_whole:
+        return _fit_whole(unit, max_length=max_length, too_long=too_long)
     if len(unit.sides) == 1:
         return fit(unit.sides[0], max_length=max_length, too_long=too_long, opening=opening)
     decisive = _decisive(unit)
@@ -126,6 +133,19 @@ def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: 
     cut = sum(len(side.ids) + side.cut for side in unit.sides) - sum(len(side.ids) for side in kept)
     is_usable = all(side.targets.any() for side in kept[: len(decisive)])
     return Fitted(kept if is_usable else [], "cut" if cut else "used", cut)
+
+
+def _fit_whole(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> Fitted:
+    """A unit whose sides count as a whole, each by its last token; the longest one decides."""
+    if max(_lengths(unit)) <= max_length:
+        return Fitted(list(unit.sides), "used")
+    if too_long != "cut":
+        return Fitted([], "drop" if too_long == "drop" else "error")
+    kept = [side.part(slice(max_length)) for side in unit.sides]
+    for side in kept:
+        side.targets[-1:] = True
+    lost = sum(len(side.ids) for side in unit.sides) - sum(len(side.ids) for side in kept)
+    return Fitted(kept, "cut", lost)
 
 
 def _decisive(unit: EncodedUnit) -> tuple[Encoded, ...]:
@@ -185,7 +205,11 @@ def _without(row: Encoded, first: int, end: int) -> Encoded:
 
 
 def _lengths(unit: EncodedUnit) -> list[int]:
-    """The tokens of the row, or of both sides of a pair, before anything was cut."""
+    """The tokens of the row, or of both sides of a pair, before anything was cut; of texts that are
+    compared those of the longest.
+    """
+    if unit.is_whole:
+        return [max(len(side.ids) for side in unit.sides)]
     return [len(side.ids) + side.cut for side in _decisive(unit)]
 
 
@@ -201,7 +225,7 @@ def refuse_equal_sides(unit: EncodedUnit, fitted: Fitted) -> None:
     Raises:
         RowError: if the answers are equal, or differ only in what was cut off.
     """
-    if unit.label is not None or len(unit.sides) == 1 or not fitted.pieces:
+    if unit.label is not None or unit.is_whole or len(unit.sides) == 1 or not fitted.pieces:
         return
     chosen, rejected = fitted.pieces
     if not np.array_equal(chosen.ids, rejected.ids):
@@ -315,7 +339,7 @@ class UsableRows:
         tokens_cut: number of these that are not in any piece.
         is_cut: 1 if it was cut.
         is_split: 1 if it was split.
-        label: 1 if it is a desirable answer.
+        label: 1 if it is a desirable answer; of a row to classify the number of its set of labels.
     """
 
     source: "array[int]" = field(default_factory=_numbers)
@@ -364,6 +388,8 @@ class Ingest:
         formats: one line per source: its format, and why.
         not_rendered: for usable rows, by their number in `usable`, the parts that are in no token,
             in words.
+        labels: those of the usable rows; None unless rows are classified.
+        sides: texts of a row of texts that are compared.
     """
 
     def __init__(
@@ -379,6 +405,8 @@ class Ingest:
         answer_tokens: int = 0,
         has_environment: bool = False,
         refuses_pictures: str = "this model reads text only",
+        classify: ClassifySection | None = None,
+        embed: EmbedSection | None = None,
     ) -> None:
         """Nothing is read yet.
 
@@ -393,7 +421,11 @@ class Ingest:
             answer_tokens: left free behind each row, for its answer.
             has_environment: whether an environment has the tools of all rows.
             refuses_pictures: why rows with pictures are refused; "": they are not.
+            classify: of a config that classifies rows.
+            embed: of a config that embeds texts.
         """
+        self.sides, self._embed = Sides(), embed
+        self.labels = None if classify is None else LabelSets(classify)
         self._has_environment, self._refuses_pictures = has_environment, refuses_pictures
         self._objective = objective
         self._answer_tokens = answer_tokens
@@ -603,6 +635,11 @@ class Ingest:
             return self._encoder.encode_ratings(examples)
         if self._objective == GRPO:
             return self._encoder.encode_prompts([one for one in examples if isinstance(one, OpenPrompt)])
+        if self._objective == CLASSIFY:
+            return self._encoder.encode_labelled([one for one in examples if isinstance(one, Labelled)])
+        if self._embed is not None:
+            similar = [one for one in examples if isinstance(one, Similar)]
+            return self._encoder.encode_similar([_with_prefixes(one, self._embed) for one in similar])
         rows = self._encoder.encode(examples)
         return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 
@@ -611,6 +648,10 @@ class Ingest:
             value = names.checked(row)
             example = self._read_example(name, replace(row, value=value), source)
             self._refuse_other_units(example)
+            if self.labels is not None and isinstance(example, Labelled):
+                self.labels.check(example, is_training=source.role == "train")
+            if isinstance(example, Similar):
+                self.sides.check(example)
         except RowError as error:
             return error.at(row.place)
         return example
@@ -704,7 +745,7 @@ class Ingest:
         elif fitted.what == "error":
             self._longest = max(self._longest, *(len(side.ids) for side in _decisive(unit)))
             ways = "cut, drop or split" if len(unit.sides) == 1 else "keep-answer, cut or drop"
-            ways = "drop" if unit.record is not None else ways
+            ways = "drop" if unit.record is not None else "cut or drop" if unit.is_whole else ways
             fix = f"raise data.max_length, or set data.too_long to {ways}"
             self._refuse_row(Problem("a row is too long", str(location), why, fix))
         else:
@@ -728,7 +769,7 @@ class Ingest:
             "tokens_cut": fitted.tokens_cut,
             "is_cut": fitted.what == "cut",
             "is_split": fitted.what == "split",
-            "label": bool(unit.label),
+            "label": self._label_of(unit),
         }
         parts = dict.fromkeys(part for side in unit.sides for part in side.not_rendered)
         if parts:
@@ -738,6 +779,11 @@ class Ingest:
             getattr(self.usable, name).append(value)
         for piece in fitted.pieces:
             self._writer.add(piece, unit.record)
+
+    def _label_of(self, unit: EncodedUnit) -> int:
+        if self.labels is not None and unit.labels is not None:
+            return self.labels.number(unit.labels)
+        return int(bool(unit.label))
 
     def _take_bad(self, row: BadRow, counts: SourceCounts) -> None:
         counts.bad += 1
@@ -751,6 +797,11 @@ class Ingest:
         self._reasons.add(problem.why if len(self._reasons) < 2 else "")
         if len(self._problems) < _SHOWN_PROBLEMS:
             self._problems.append(problem)
+
+
+def _with_prefixes(row: Similar, section: EmbedSection) -> Similar:
+    anchor, *others = row.texts
+    return Similar((section.query_prefix + anchor, *(section.document_prefix + one for one in others)))
 
 
 def _refuse_cut_pictures(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> None:

@@ -38,7 +38,8 @@ from unisono.base.errors import (
 )
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_json
-from unisono.base.text import Duration
+from unisono.base.text import Duration, one_line
+from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.named_templates import lf_version, local_day
 from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.config.sections import GRPO, WITH_PICTURES, lf_name, rows_of
@@ -50,7 +51,13 @@ from unisono.trainer.data.pictures.store import PictureStore, changed_picture, r
 from unisono.trainer.data.sources import RowSource, find_sources
 from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 from unisono.trainer.data.tokenizer import RunTokenizer, digest_file, tokenizer_files
-from unisono.trainer.plan.run_plan import DataSummary, PictureSummary, SplitSummary, steps_for_tokens
+from unisono.trainer.plan.run_plan import (
+    DataSummary,
+    LabelSummary,
+    PictureSummary,
+    SplitSummary,
+    steps_for_tokens,
+)
 
 _LOADED = "the loaded tokenizer's "
 _PACKAGES = ("tokenizers", "transformers", "jinja2", "pyarrow")
@@ -104,7 +111,7 @@ def gather_ingredients(
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template", "control_tokens")
     ingredients |= {f"data.{key}": getattr(data, key) for key in keys}
     ingredients["data.eval"] = split_off
-    ingredients |= _answer_ingredients(config)
+    ingredients |= _answer_ingredients(config) | _label_ingredients(config)
     if data.ignore:
         ingredients["data.ignore"] = sorted(data.ignore)
     if data.mix.strategy != "concat":
@@ -165,6 +172,17 @@ def _answer_ingredients(config: RunConfig) -> Ingredients:
     room: Ingredients = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
     room |= {"rollout.engine": config.rollout.engine} if config.rollout.engine != "own" else {}
     return room | ({"rollout.environment": "any"} if config.rollout.environment is not None else {})
+
+
+def _label_ingredients(config: RunConfig) -> Ingredients:
+    """What decides the labels of rows to classify, and the texts of rows to embed."""
+    if config.objective == EMBED:
+        return {
+            f"embed.{name}_prefix": getattr(config.embed, f"{name}_prefix") for name in ("query", "document")
+        }
+    if config.objective != CLASSIFY:
+        return {}
+    return {f"classify.{key}": getattr(config.classify, key) for key in ("labels", "multi_label")}
 
 
 def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[RowSource]) -> CacheLookup:
@@ -494,6 +512,10 @@ def _summary(
     config: RunConfig, lookup: CacheLookup, ingredients: Ingredients, *, warnings: list[str]
 ) -> DataSummary:
     meta = read_json(lookup.directory / "meta.json")
+    labels = _label_summary(lookup.directory) if meta.get("labels") else None
+    if labels is not None:
+        warnings = [*warnings, *_label_warnings(labels)]
+        _refuse_unknown_weights(config, labels)
     splits = {name: SplitSummary(**figures) for name, figures in meta["splits"].items()}
     tokenizer_parts = sorted(
         f"{name} {value}" for name, value in ingredients.items() if name.startswith("the tokenizer's")
@@ -523,7 +545,50 @@ def _summary(
         tokenizer_traits=digest_text(*tokenizer_traits),
         warnings=warnings,
         pictures=_picture_summary(lookup.directory),
+        labels=labels,
+        sides=meta["sides"],
     )
+
+
+def _label_summary(directory: Path) -> LabelSummary:
+    """The labels of a table, and how many rows of its training have each."""
+    labels, table = read_json(directory / "meta.json")["labels"], TokenTable.open(directory, "train")
+    return LabelSummary(
+        names=labels["names"],
+        multi_label=labels["multi_label"],
+        rows=table.rows_of_labels().tolist(),
+        train_rows=len(table.sequence_rows),
+    )
+
+
+def _label_warnings(labels: LabelSummary) -> list[str]:
+    """A warning if rows of the training lack a label: the model can learn only when not to give
+    it.
+    """
+    absent = [
+        one_line(name, limit=40) for name, rows in zip(labels.names, labels.rows, strict=True) if not rows
+    ]
+    if not absent:
+        return []
+    some = ", ".join(absent[:8]) + (f", and {len(absent) - 8} more" if len(absent) > 8 else "")
+    return [f"no row for training has the label {some}"]
+
+
+def _refuse_unknown_weights(config: RunConfig, labels: LabelSummary) -> None:
+    """Refuses weights of labels that no row has.
+
+    Raises:
+        DataError: with the label.
+    """
+    weights = config.classify.class_weights
+    unknown = [name for name in weights if name not in labels.names] if isinstance(weights, dict) else []
+    if unknown:
+        raise DataError.of(
+            f"{unknown[0]} has a weight, and is not among the labels",
+            where="classify.class_weights",
+            why=f"the labels are {', '.join(one_line(name, limit=40) for name in labels.names[:12])}",
+            fix="correct it, or remove it",
+        )
 
 
 def _picture_summary(directory: Path) -> PictureSummary | None:

@@ -49,6 +49,10 @@ READABLE: Mapping[FormatName, frozenset[str]] = {
     "preference": frozenset(
         (*_TURNS, "instruction", "input", "history", "system", "tools", "functions", "label")
     ),
+    "similar": frozenset(("anchor", "positive", "negative")),
+    "labelled": frozenset(
+        ("text", "messages", "conversations", "system", "tools", "functions", "label", "labels")
+    ),
 }
 """The columns that each format can read."""
 

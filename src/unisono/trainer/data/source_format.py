@@ -9,19 +9,22 @@ meant.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.base.errors import DataError
 from unisono.base.text import nearest
+from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.schema import COLUMN_NAMES, SourceSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import BadRow, RawRow, Row
 from unisono.trainer.data.formats import COLUMNS, FormatName, Renamed, column_of, detect, kind_of, shown
+from unisono.trainer.data.labelled_rows import LABEL, label_column, text_column
 from unisono.trainer.data.preference_rows import is_rated, sides_in, turns_of_transcript
 from unisono.trainer.data.prompt_rows import prompt_column
 from unisono.trainer.data.row_names import READABLE
+from unisono.trainer.data.similar_rows import PARTS, USUAL, parts_in
 from unisono.trainer.data.sources import RowSource, names_pictures
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -153,6 +156,10 @@ def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> 
     configured = section.format
     if objective == GRPO:
         return _settle_prompt(section, first, key)
+    if objective == CLASSIFY:
+        return _settle_labelled(section, first, key)
+    if objective == EMBED:
+        return _settle_similar(section, first, key)
     if configured != "auto":
         if (objective in PREFERENCE) != (configured == "preference"):
             raise _other_rows(section, objective, first, key, f"data.format is {configured}")
@@ -190,6 +197,64 @@ def _settle_prompt(section: SourceSection, first: Row, key: str) -> SourceFormat
             fix="set the source's columns: {prompt: NAME}",
         )
     return SourceFormat(section, "prompt", f"the first row has {column_of(name, section.columns)}")
+
+
+_USUAL_TEXTS = ("sentence", "content", "review", "文本", "句子", "内容")
+_USUAL_LABELS = ("class", "category", "标签", "类别")
+
+
+def _settle_labelled(section: SourceSection, first: Row, key: str) -> SourceFormat:
+    """The format of texts with labels."""
+    if isinstance(first, BadRow):
+        return SourceFormat(section, "labelled", "")
+    inferred: Columns = {}
+    row = first.value
+    if "text" not in section.columns and text_column(row, section.columns) is None:
+        inferred |= _usual(row, "text", _USUAL_TEXTS)
+    if label_column(row, section.columns) is None and not {LABEL, "labels"} & section.columns.keys():
+        inferred |= _usual(row, LABEL, _USUAL_LABELS)
+    section = _with_columns(section, inferred)
+    text, label = text_column(row, section.columns), label_column(row, section.columns)
+    if text is None or label is None:
+        missing = "text" if text is None else "label"
+        raise DataError.of(
+            f"{section.path} has no column with a {missing}",
+            where=str(first.place),
+            why=f"its columns are {_names(row)}",
+            fix=f"set the source's columns: {{{missing}: NAME}}",
+        )
+    names = [column_of(name, section.columns) for name in (text, label)]
+    return SourceFormat(
+        section, "labelled", f"the first row has {names[0]} and {names[1]}{_read_as(inferred)}"
+    )
+
+
+def _settle_similar(section: SourceSection, first: Row, key: str) -> SourceFormat:
+    """The format of similar texts."""
+    if isinstance(first, BadRow):
+        return SourceFormat(section, "similar", "")
+    inferred: Columns = {}
+    for part in PARTS:
+        if part not in section.columns and part not in first.value:
+            inferred |= _usual(first.value, part, USUAL[part])
+    section = _with_columns(section, inferred)
+    parts = parts_in(first.value, section.columns)
+    missing = next((part for part in PARTS[:2] if part not in parts), None)
+    if missing is not None:
+        raise DataError.of(
+            f"{section.path} has no column with the {missing}",
+            where=str(first.place),
+            why=f"its columns are {_names(first.value)}",
+            fix=f"set the source's columns: {{{missing}: NAME}}",
+        )
+    names = " and ".join(str(column_of(part, section.columns)) for part in parts)
+    return SourceFormat(section, "similar", f"the first row has {names}{_read_as(inferred)}")
+
+
+def _usual(row: Mapping[str, object], part: str, names: Sequence[str]) -> Columns:
+    """The column of a part if exactly one has a usual name of it."""
+    fitting = [name for name, value in row.items() if _folded(name) in names and value is not None]
+    return {part: fitting[0]} if len(fitting) == 1 else {}
 
 
 def _settle_preference(section: SourceSection, first: RawRow, objective: str, key: str) -> SourceFormat:

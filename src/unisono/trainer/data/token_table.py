@@ -9,10 +9,11 @@ A table is a directory:
                             has ROWS_PER_BATCH rows
     train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow),
                             `length`, `loss`, `file`, `number`; of rated answers also `label`, 1 for
-                            a desirable one; of pictures `picture` and `group`, a number for each
-                            size, and `number` is 0. With two sides, a pair or a rated answer with a
-                            mismatched one, these are the rows `stored` and `stored` + 1 of
-                            tokens.arrow, and `length` and `loss` are sums over both
+                            a desirable one, and of rows to classify the number of their set in
+                            `labels` of meta.json; of pictures `picture` and `group`, a number
+                            for each size, and `number` is 0. With two sides, a pair or a rated
+                            answer with a mismatched one, these are the rows `stored` and
+                            `stored` + 1 of tokens.arrow, and `length` and `loss` are sums over both
     records.arrow           with prompts that have no answer: `json`, what rewards get of each row
                             of tokens.arrow; the same record batches
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows),
@@ -21,7 +22,8 @@ A table is a directory:
     pictures.arrow          with pictures in rows: `pictures` lists of int32 for each row of
                             tokens.arrow, their numbers in pictures.json (data.pictures.store)
     meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence,
-                            whether any token counts in part
+                            whether any token counts in part, `labels`: names, multi_label, and for
+                            each set the numbers of its labels
     ledger.json             data.json of a run
 """
 
@@ -84,6 +86,8 @@ class TokenTable:
         has_shares: whether a token of the table counts in part, in either split.
         records: the record batches of records.arrow; empty without it.
         stop_ids: the tokens that end an answer.
+        label_sets: (sets, labels) bool, which labels are in each set; None unless rows are
+            classified. The last token of such a row counts in the loss, also if it is its first.
     """
 
     split: Split
@@ -98,6 +102,7 @@ class TokenTable:
     has_shares: bool = False
     records: Sequence[Any] = ()
     stop_ids: frozenset[int] = frozenset()
+    label_sets: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def open(cls, directory: Path, split: Split) -> Self:
@@ -129,6 +134,7 @@ class TokenTable:
             sides=meta.get("sides", 1),
             has_shares=meta.get("has_shares", False),
             stop_ids=frozenset(meta.get("stop_ids", ())),
+            label_sets=_label_sets(meta["labels"]) if meta.get("labels") else None,
             records=[records.get_batch(i) for i in range(records.num_record_batches)] if records else (),
         )
 
@@ -193,6 +199,13 @@ class TokenTable:
         """(S,) int64: tokens of each sequence that count in the loss."""
         return self.sequence_columns["loss_tokens"]
 
+    def rows_of_labels(self) -> Ints:
+        """(labels,) int64: how many rows of an epoch have each label."""
+        assert self.label_sets is not None
+        sets = self.columns["label"][self.sequence_rows]
+        counts: Ints = np.bincount(sets, minlength=len(self.label_sets)) @ self.label_sets.astype(np.int64)
+        return counts
+
     def row_lengths(self) -> Ints:
         """(rows,) int64: tokens of each row, over all sides."""
         return self.columns["length"]
@@ -210,6 +223,13 @@ class TokenTable:
         name, by_line = self.files[int(self.columns["file"][i])]
         number = int(self.columns["number"][i])
         return f"{name}{':' if by_line else '#'}{number}" if number else name
+
+
+def _label_sets(labels: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+    sets = np.zeros((len(labels["sets"]), len(labels["names"])), np.bool_)
+    for number, members in enumerate(labels["sets"]):
+        sets[number, members] = True
+    return sets
 
 
 def _open(path: Path) -> Any:
@@ -402,11 +422,15 @@ class EncodedUnit:
             one, both after the same prompt.
         label: whether a rated answer is desirable; None for other units.
         record: of a prompt without an answer what rewards get, as JSON; None for other units.
+        labels: of a row to classify its labels; None for other units.
+        is_whole: whether the state of its last token, or of all tokens, is that of a side.
     """
 
     sides: tuple[Encoded, ...]
     label: bool | None = None
     record: str | None = None
+    labels: tuple[str, ...] | None = None
+    is_whole: bool = False
 
 
 class TokenWriter:

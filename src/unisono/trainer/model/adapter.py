@@ -69,13 +69,14 @@ def add_adapter(
         section: `adapter` of the config.
         seed: of the run.
         grown: whether the vocabulary has new rows: embedding and head are trained then.
-        head: name of the head of a reward model, which is trained and stored with the adapter.
+        head: name of the head of a reward model or classifier, which is trained and stored with the
+            adapter.
         parts: of a vision-language model that are trained.
 
     Raises:
         ModelError: if the section, or an adapter that it names, does not match the model.
     """
-    stored = find_adapters(section, reward=head is not None)
+    stored = find_adapters(section, has_head=head is not None)
     first = stored.pop() if section.from_ is not None else None
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
     with parameters_of_experts(base):

@@ -17,6 +17,7 @@ from unisono.base.files import path_below, read_bytes
 from unisono.base.text import library_words, nearest, one_line
 from unisono.guard.facts import read_environment
 from unisono.guard.facts.environment import check_hub_answers, hub_silence, read_hub
+from unisono.trainer.config.heads import REWARD, SequenceHead
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.file_settings import (
     ADAPTER_FILE,
@@ -44,6 +45,7 @@ from unisono.trainer.plan.run_plan import ModelFacts
 SCORE = "score"
 """The name that transformers gives the head of a decoder that classifies sequences."""
 _BUILTIN = "builtin:"
+_SHOWN_LABELS = 8
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -260,7 +262,7 @@ def inspect_model(
     """
     directory = locate_model(config.model.path, config.model.revision)
     settings = read_model_config(directory)
-    refuse_other_task(directory, settings, reward=config.objective == "reward")
+    _refuse_other_model(config, directory, settings)
     text = _with_layers(directory, settings.get("text_config", settings))
     quantized = quantization_of(config.model, directory, settings)
     refuse_training(config, directory, quantized)
@@ -279,7 +281,7 @@ def inspect_model(
         others -= sum(_count(header.shape) for header in headers)
         text = {**_least_config(table, headers), **text}
     refuse_larger_config(directory, text, headers)
-    if config.objective == "reward":  # the head of a language model is not loaded
+    if config.trains_head:  # the head of a language model is not loaded
         headers = [header for header in headers if header.name != "lm_head.weight"]
     contents = {file: read_contents(file) for file in files}
     digests = {"config.json": _digest_file(directory / "config.json")} | {
@@ -324,8 +326,15 @@ def inspect_model(
         positions=_positions(text),
         has_plain_mlps=_has_plain_mlps(text, [header.name for header in headers]),
         norms_heads=any(".q_norm." in header.name for header in headers),
-        ties_head=config.objective != "reward" and _ties_head(settings, text, headers),
+        ties_head=not config.trains_head and _ties_head(settings, text, headers),
     ).model_copy(update=known)
+
+
+def _refuse_other_model(config: RunConfig, directory: Path, settings: ConfigJson) -> None:
+    """Refuses a model for another task; the labels of a classifier are not known yet."""
+    refuse_other_task(directory, settings, has_head=config.trains_head)
+    if config.objective == REWARD:
+        refuse_other_head(directory, settings, SequenceHead())
 
 
 def _with_layers(directory: Path, text: ConfigJson) -> ConfigJson:
@@ -384,7 +393,7 @@ def _read_adapters(
     """Reads the adapters that the config names, and adds their digests by config key."""
     by_file: dict[Path, WeightContents] = {}
     assert config.adapter is not None
-    for adapter in find_adapters(config.adapter, reward=config.objective == "reward"):
+    for adapter in find_adapters(config.adapter, has_head=config.trains_head):
         file = adapter.directory / ADAPTER_FILE
         by_file[file] = contents = read_contents(file)
         verify_files(adapter.directory, {ADAPTER_FILE: (contents.bytes, contents.digest)})
@@ -510,26 +519,27 @@ def _architectures(settings: ConfigJson) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def refuse_other_task(directory: Path, settings: ConfigJson, *, reward: bool) -> bool:
-    """Whether the model in a directory is a reward model already, with a head for its value.
+def refuse_other_task(directory: Path, settings: ConfigJson, *, has_head: bool) -> bool:
+    """Whether the model in a directory is a reward model or another classifier already, with its
+    head.
 
     Args:
         directory: of the model.
         settings: its config.json.
-        reward: whether it has to be a reward model, or to become one.
+        has_head: whether it has to be one, or to become one.
 
     Raises:
         ModelError: if it is a classifier, and a language model is wanted; or if it cannot be a
-            reward model.
+            classifier.
     """
     where, classifies = str(directory / "config.json"), is_classifier(settings)
-    if not reward:
+    if not has_head:
         if classifies:
             raise ModelError.of(
                 f"{directory} is a reward model, or another classifier, not a language model",
                 where=where,
                 why=f"architectures is {', '.join(_architectures(settings))}",
-                fix="use a language model, or set objective: reward to train it further",
+                fix="use a language model, or set objective: reward or classify to train it further",
             )
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -538,17 +548,68 @@ def refuse_other_task(directory: Path, settings: ConfigJson, *, reward: bool) ->
     known = settings["model_type"] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     own_code = settings.get("auto_map")
     if not known and not (isinstance(own_code, dict) and name in own_code):
-        raise no_reward_model(directory, str(settings["model_type"]), f"it has no {name} in transformers")
-    names = settings.get("id2label")
-    labels = len(names) if isinstance(names, dict) else settings.get("num_labels", 2)  # transformers' default
-    if classifies and labels != 1:
+        raise no_classifier(directory, str(settings["model_type"]), f"it has no {name} in transformers")
+    return classifies
+
+
+def refuse_other_head(directory: Path, settings: ConfigJson, head: SequenceHead) -> None:
+    """Refuses a classifier whose head is not the one that is trained; a language model gets a new
+    one.
+
+    Args:
+        directory: of the model.
+        settings: its config.json.
+        head: that is trained.
+
+    Raises:
+        ModelError: with the labels of both.
+    """
+    stored = stored_head(settings)
+    if not is_classifier(settings) or (stored.outputs == head.outputs == 1):
+        return
+    where = str(directory / "config.json")
+    if not head.labels:
         raise ModelError.of(
-            f"the classifier in {directory} has {labels} labels",
+            f"the classifier in {directory} has {stored.outputs} labels",
             where=where,
             why="a reward is one value",
             fix="use a language model, or a classifier with one label",
         )
-    return classifies
+    if stored.labels != head.labels:
+        raise ModelError.of(
+            f"the classifier in {directory} has other labels than the rows",
+            where=where,
+            why=f"it has {_named(stored)}, and the rows have {_named(head)}",
+            fix="set classify.labels to its labels in their order, or use a language model, which gets a new head",
+        )
+
+
+def _named(head: SequenceHead) -> str:
+    names = [one_line(name, limit=40) for name in head.labels[:_SHOWN_LABELS]]
+    more = f" and {len(head.labels) - len(names)} more" if len(head.labels) > len(names) else ""
+    return ", ".join(names) + more if names else "one value without a label"
+
+
+def stored_head(settings: ConfigJson) -> SequenceHead:
+    """The head of a classifier by its config.json."""
+    names, default = settings.get("id2label"), settings.get("num_labels")
+    by_number = names if isinstance(names, dict) else {}
+    outputs = len(by_number) or (default if isinstance(default, int) else 2)  # transformers' default
+    if outputs == 1:
+        return SequenceHead()
+    labels = (str(by_number.get(str(number), f"LABEL_{number}")) for number in range(outputs))
+    return SequenceHead(tuple(labels), settings.get("problem_type") == "multi_label_classification")
+
+
+def adapter_head(directory: Path) -> SequenceHead:
+    """The head of a classifier's adapter: by the config.json beside it, else by its own tensor."""
+    if (directory / "config.json").is_file():
+        return stored_head(read_model_config(directory))
+    headers = read_safetensors_header(directory / ADAPTER_FILE)
+    heads = [
+        header.shape[0] for header in headers if header.name.endswith(f".{SCORE}.weight") and header.shape
+    ]
+    return stored_head({"num_labels": heads[0] if heads else 1})
 
 
 def multimodal_class(settings: ConfigJson) -> str | None:
@@ -579,7 +640,7 @@ def _refuse_multimodal(config: RunConfig, directory: Path, quantized: Quantizati
     """
     stored = quantized is not None and quantized.stored
     refusals = {
-        "objective: reward": (config.objective == "reward", "train a language model of text instead"),
+        f"objective: {config.objective}": (config.trains_head, "train a language model of text instead"),
         "model.weights: random": (config.model.weights == "random", "set model.weights: pretrained"),
         str(directory / "config.json"): (stored, "use the original files, which are not quantized"),
     }
@@ -619,10 +680,10 @@ def _least_config(table: TensorHeader | None, headers: list[TensorHeader]) -> di
     return {**sizes, "num_hidden_layers": len(layers)}
 
 
-def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:
-    """The error for a model that cannot become a reward model."""
+def no_classifier(directory: Path, kind: str, why: str) -> ModelError:
+    """The error for a model that cannot become a reward model or another classifier."""
     return ModelError.of(
-        f"a model of type {kind} cannot become a reward model",
+        f"a model of type {kind} cannot become a reward model or classifier",
         where=str(directory / "config.json"),
         why=why,
         fix="use a decoder of another family, e.g. Llama or Qwen",

@@ -18,8 +18,8 @@ from unisono.trainer.model.files import ConfigJson, TensorHeader, read_json_obje
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_SETTINGS = "adapter_config.json"
 _FIX = "copy adapter_config.json again"
-_REWARD = "SEQ_CLS"
-_REWARD_HEADS = {"score", "classifier"}
+_CLASSIFIES = "SEQ_CLS"
+_CLASSIFIER_HEADS = {"score", "classifier"}
 """Heads that peft stores with every adapter of a classifier, whether they are listed or not."""
 
 
@@ -55,9 +55,9 @@ class StoredAdapter:
         return "rslora" if self.settings.get("use_rslora") else "lora"
 
     @property
-    def is_reward(self) -> bool:
+    def has_head(self) -> bool:
         """Whether it belongs to a reward model, or to another classifier."""
-        return bool(self.settings.get("task_type") == _REWARD)
+        return bool(self.settings.get("task_type") == _CLASSIFIES)
 
     @property
     def scaling(self) -> float:
@@ -66,12 +66,12 @@ class StoredAdapter:
         return alpha / (sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
 
-def find_adapters(section: AdapterSection, *, reward: bool) -> list[StoredAdapter]:
+def find_adapters(section: AdapterSection, *, has_head: bool) -> list[StoredAdapter]:
     """The adapters of `adapter.merge` in order, and that of `adapter.from` last, if there are any.
 
     Args:
         section: `adapter` of the config.
-        reward: whether a reward model is trained.
+        has_head: whether a reward model or another classifier is trained.
 
     Raises:
         ModelError: if one is missing, is not a LoRA adapter, or differs from what the section says.
@@ -81,7 +81,7 @@ def find_adapters(section: AdapterSection, *, reward: bool) -> list[StoredAdapte
         _refuse_unmergeable(adapter)
     if section.from_ is not None:
         adapters.append(_read(section.from_, "adapter.from"))
-        _refuse_other_task(adapters[-1], reward=reward)
+        _refuse_other_task(adapters[-1], has_head=has_head)
         _refuse_differences(adapters[-1], section)
     return adapters
 
@@ -157,28 +157,28 @@ def _refuse_unmergeable(adapter: StoredAdapter) -> None:
         )
 
 
-def _refuse_other_task(adapter: StoredAdapter, *, reward: bool) -> None:
-    """Refuses to continue an adapter of a language model as that of a reward model, and the
-    reverse.
+def _refuse_other_task(adapter: StoredAdapter, *, has_head: bool) -> None:
+    """Refuses to continue an adapter of a language model as that of a classifier, e.g. of a reward
+    model, and the reverse.
     """
-    if adapter.is_reward == reward:
+    if adapter.has_head == has_head:
         return
-    kinds = ("a language model", "a reward model")
+    kinds = ("a language model", "a reward model or classifier")
     raise ModelError.of(
-        f"{adapter.directory} is an adapter of {kinds[adapter.is_reward]}, and {kinds[reward]} is trained",
+        f"{adapter.directory} is an adapter of {kinds[adapter.has_head]}, and {kinds[has_head]} is trained",
         where=adapter.key,
         why=f"task_type is {adapter.settings.get('task_type')!r} in {ADAPTER_SETTINGS}",
         fix=(
             "move it to adapter.merge: training starts from the model with it merged"
-            if reward
-            else "set objective: reward, or use an adapter of a language model"
+            if has_head
+            else "set objective: reward or classify, or use an adapter of a language model"
         ),
     )
 
 
 def _refuse_differences(adapter: StoredAdapter, section: AdapterSection) -> None:
     """Refuses what `adapter` says differently from the adapter that training continues with."""
-    implied = _REWARD_HEADS if adapter.is_reward else set()
+    implied = _CLASSIFIER_HEADS if adapter.has_head else set()
     modules = sorted({*(adapter.settings.get("modules_to_save") or [])} - implied)
     pairs: list[tuple[str, Any, Any]] = [
         ("kind", section.kind, adapter.kind),

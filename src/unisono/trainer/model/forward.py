@@ -323,23 +323,46 @@ class Forward:
             return self._logits(rows).float()
 
     def scores(self, rows: Rows) -> torch.Tensor:
-        """Returns a reward model's score of each row, at its last token that is not padding: (R,)
-        float32 with a gradient.
+        """Returns a reward model's score of each row: (R,) float32 with a gradient."""
+        return self.row_values(rows)[:, 0]
+
+    def row_values(self, rows: Rows) -> torch.Tensor:
+        """Returns the values that the head of a reward model or classifier gives to each row, at
+        its last token that is not padding: (R, outputs) float32 with a gradient.
 
         The rule for the token is that of transformers' sequence classification, so that the saved
         model gives the same values.
         """
-        return self.within(lambda: self._scores(rows))
+        return self.within(lambda: self._row_values(rows))
 
-    def _scores(self, rows: Rows) -> torch.Tensor:
+    def _row_values(self, rows: Rows) -> torch.Tensor:
         base = self.loaded.base
         with self._precision(), self._embedded(rows), self._recorded(rows):
-            if self.head == "model":  # only padded rows have one value each in the model's own forward
+            if self.head == "model":  # only padded rows have values of their own in the model's own forward
                 ids, _, _ = _padded_inputs(rows, fill=_pad_of(base))
-                return base(input_ids=ids, use_cache=False).logits[:, 0].float()
+                return base(input_ids=ids, use_cache=False).logits.float()
             last = _last_tokens(rows, _pad_of(base))
             hidden = self._hidden(replace(rows, label_index=last))
         return head_values(base, hidden)
+
+    def embeddings(self, rows: Rows, *, pooling: Literal["last", "mean"]) -> torch.Tensor:
+        """Returns the last hidden state of each row's last token, or the mean of those of all its
+        tokens: (R, E) float32 with a gradient.
+        """
+        return self.within(lambda: self._embeddings(rows, pooling))
+
+    def _embeddings(self, rows: Rows, pooling: Literal["last", "mean"]) -> torch.Tensor:
+        lengths = torch.tensor(rows.lengths, device=rows.input_ids.device)
+        index = torch.arange(len(rows.input_ids), device=lengths.device)
+        index = lengths.cumsum(0) - 1 if pooling == "last" else index
+        apart = replace(rows, label_index=index, common=[0] * len(rows.lengths))  # each token has a state
+        with self._precision(), self._embedded(rows), self._recorded(rows):
+            hidden = self._hidden(apart).float()
+        if pooling == "last":
+            return hidden
+        row_of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        sums = hidden.new_zeros(len(lengths), hidden.shape[1]).index_add(0, row_of, hidden)
+        return sums / lengths[:, None]
 
     @contextlib.contextmanager
     def without_adapter(self) -> Any:
@@ -507,7 +530,7 @@ def choose_forward(
         enable({"use_reentrant": False})
     attention = attention_of(base)
     # The head of a reward model is trained, too; it is computed in float32.
-    others = len(list(_score_head(base).parameters())) if loaded.is_reward else 0
+    others = len(list(_score_head(base).parameters())) if loaded.has_score else 0
     quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable) - others
     autocast = dtype != "float32" and not quick
     forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, attention, root=root, quick=quick)
@@ -516,15 +539,15 @@ def choose_forward(
     loaded.model.eval()
     with torch.no_grad():
         reference = forward.within(lambda: _reference(forward, trains=trains))
-        if loaded.is_reward:
+        if loaded.has_score:
             forward.within(lambda: _try_score(forward))
         else:
             forward.within(lambda: _refuse_sight_of_later_tokens(forward, reference))
             forward.within(lambda: _try_head(forward, reference))
-        if not loaded.is_reward or forward.head == "chunked":
+        if not loaded.has_score or forward.head == "chunked":
             forward.within(lambda: _try_flat(forward, reference))
         seen = forward.within(lambda: _try_pictures(forward, pictures))
-        if not loaded.is_reward and forward.layout == "padded":
+        if not loaded.has_score and forward.layout == "padded":
             forward.within(lambda: _refuse_influence_of_padding(forward, reference))
         if trains:
             forward.routers = forward.within(lambda: _find_routers(forward, router_loss))
@@ -534,7 +557,7 @@ def choose_forward(
         if forward.layout == "flat" and forward.head == "chunked" and router_loss is None:
             forward.within(lambda: _try_last_layer(forward))
         # The head of a reward model needs its hidden states in float32.
-        is_full = loaded.model is base and not loaded.is_reward
+        is_full = loaded.model is base and not loaded.has_score
         if forward.layout == "flat" and dtype == "bfloat16" and (is_full or quick):
             compiles = base.device.type == "cuda" and root is None
             forward.within(lambda: _try_layers(forward, reference, compiles=compiles, trains=trains))
@@ -608,7 +631,7 @@ def _alone(forward: Forward) -> torch.Tensor:
         parts = [
             (
                 body(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1].float()
-                if forward.loaded.is_reward
+                if forward.loaded.has_score
                 else base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
             )
             for ids in rows.input_ids.split(rows.lengths)
@@ -682,9 +705,9 @@ def _try_score(forward: Forward) -> None:
     positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
     prefixes = replace(rows, input_ids=ids, position_ids=positions, lengths=lengths)  # 15 rows
     with torch.autocast(base.device.type, dtype=forward.dtype, enabled=forward.dtype != torch.float32):
-        reference = forward._scores(prefixes)  # noqa: SLF001 - same module
+        reference = forward._row_values(prefixes)  # noqa: SLF001 - same module
     forward.head = "chunked"
-    if not _alike(forward._scores(prefixes), reference, forward.dtype):  # noqa: SLF001
+    if not _alike(forward._row_values(prefixes), reference, forward.dtype):  # noqa: SLF001
         forward.head, forward.why = "model", "its values are more than last hidden states times one matrix"
         forward.autocast = forward.dtype != torch.float32  # its head has the dtype of its weights
 
@@ -695,12 +718,13 @@ def _score_head(base: Any) -> Any:
 
 
 def head_values(base: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """(…) float32: a reward model's values of hidden states (…, E).
+    """(…, outputs) float32: what the head of a reward model or classifier gives for hidden states
+    (…, E).
 
     A difference of two needs more digits than bfloat16 has.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        return torch.nn.functional.linear(hidden.float(), _score_head(base).weight.float())[..., 0]
+        return torch.nn.functional.linear(hidden.float(), _score_head(base).weight.float())
 
 
 def _pad_of(base: Any) -> int:
@@ -904,7 +928,7 @@ def _why_not_flat(forward: Forward, reference: torch.Tensor) -> str:
     base = forward.loaded.base
     try:
         with forward._precision():  # noqa: SLF001 - same module
-            values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001
+            values = forward._hidden if forward.loaded.has_score else forward._logits  # noqa: SLF001
             logits = values(_probe_rows(base, first=11)).float()
             moved = values(_probe_rows(base, first=12)).float()
     except UnsupportedAttentionError as error:
@@ -948,7 +972,7 @@ def _why_not_in_training(forward: Forward) -> str:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             forward._precision(),  # noqa: SLF001 - same module
         ):
-            values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001
+            values = forward._hidden if forward.loaded.has_score else forward._logits  # noqa: SLF001
             values(_probe_rows(base, first=11))
     except UnsupportedAttentionError as error:
         return f"its attention needs {error} in training"
@@ -1004,7 +1028,7 @@ def _try_layers(forward: Forward, reference: torch.Tensor, *, compiles: bool, tr
         forward.why = f"the fast layers are not used: {missing}"
         return
     rows = _probe_rows(forward.loaded.base, first=11)
-    values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001 - same module
+    values = forward._hidden if forward.loaded.has_score else forward._logits  # noqa: SLF001 - same module
     probed = _probed_parameters(forward) if compiles and trains else []
     before = _probe_gradients(forward, rows, probed) if probed else None
     changed: list[torch.nn.Module] = []
@@ -1062,8 +1086,8 @@ def _probe_gradients(forward: Forward, rows: Rows, parameters: list[torch.nn.Par
     """
     with torch.enable_grad():
         loss = (
-            forward._scores(rows).sum()  # noqa: SLF001 - same module
-            if forward.loaded.is_reward
+            forward._row_values(rows).sum()  # noqa: SLF001 - same module
+            if forward.loaded.has_score
             else forward._loss(rows, len(rows.labels), 0.0)  # noqa: SLF001
         )
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)

@@ -16,15 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
+from unisono.trainer.config.heads import EMBED, SequenceHead
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import LANGUAGE, RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
     SCORE,
     multimodal_class,
-    no_reward_model,
+    no_classifier,
     read_model_config,
     refuse_larger_config,
+    refuse_other_head,
     refuse_other_task,
 )
 from unisono.trainer.model.file_settings import refuse_training
@@ -109,8 +111,8 @@ class LoadedModel:
         return count_trained(self.model, self.base)
 
     @property
-    def is_reward(self) -> bool:
-        """Whether it gives one value for a row instead of logits for a token: transformers'
+    def has_score(self) -> bool:
+        """Whether it gives values of a row instead of logits for a token: transformers'
         sequence classification.
         """
         return isinstance(getattr(self.base, SCORE, None), torch.nn.Module)
@@ -128,9 +130,12 @@ def load_for_training(
     tokenizer_directory: Path,
     dtype: str,
     device: torch.device,
+    head: SequenceHead | None = None,
     keeps_parts: bool = False,
 ) -> LoadedModel:
-    """Loads the model with its adapter. Frozen weights are in `dtype`, trained ones in float32.
+    """Loads the model with its adapter, and with the head of a reward model or classifier.
+
+    Frozen weights are in `dtype`, trained ones in float32.
 
     With `keeps_parts` a multimodal model has the parts that rows of text do not need; they are
     frozen.
@@ -145,7 +150,7 @@ def load_for_training(
     named = named_template(config.data.template)
     if named is not None:
         named.adapt(tokenizer)
-    full, reward = config.adapter is None, config.objective == "reward"
+    full = config.adapter is None
     quantized = quantized_load(config, directory, dtype=dtype, device=device)
     refuse_training(config, directory, quantized.how if quantized else None)
     base = load_base(
@@ -155,11 +160,11 @@ def load_for_training(
         random=config.model.weights == "random",
         trust_remote_code=config.model.trust_remote_code,
         adjust=partial(_adjust, config),
-        reward=reward,
+        head=head,
         keeps_parts=keeps_parts,
     )
     grown = _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
-    if reward:
+    if head is not None or config.objective == EMBED:
         set_pad_token(base, tokenizer)
     base.config.use_cache = False
     base.to(device)
@@ -167,15 +172,17 @@ def load_for_training(
     parts = tuple(config.train_parts) if keeps_parts else LANGUAGE
     if config.adapter is not None:
         model, changes = add_adapter(
-            base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None, parts=parts
+            base, config.adapter, seed=config.seed, grown=grown, head=SCORE if head else None, parts=parts
         )
     else:
         if keeps_parts:
             select_parts(base, parts)
         _freeze(base, config.freeze)
+        if config.objective == EMBED:
+            _freeze_unused_head(base)
         if config.train_only is not None:
             _train_only(base, config.train_only)
-            if reward:
+            if head is not None:
                 getattr(base, SCORE).requires_grad_(True)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in trainable.values():
@@ -192,6 +199,15 @@ def load_for_training(
             ),
         )
     return LoadedModel(model, base, tokenizer, trainable, count_parameters(model), changes)
+
+
+def _freeze_unused_head(base: Any) -> None:
+    """Freezes the head of a model whose logits are not used, unless it shares the embedding's
+    matrix.
+    """
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        head.requires_grad_(False)
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
@@ -228,14 +244,14 @@ def load_base(
     random: bool = False,
     trust_remote_code: bool = False,
     adjust: Callable[[Any], None] = lambda _settings: None,
-    reward: bool = False,
+    head: SequenceHead | None = None,
     quantized: QuantizedLoad | None = None,
     keeps_parts: bool = False,
 ) -> Any:
     """The transformers model of a directory, with all weights found and of the right shape.
 
-    A reward model made of a language model has a new head `score`, drawn from torch's global
-    generator. A multimodal model lacks the parts that rows of text do not need.
+    A reward model or classifier made of a language model has a new head `score`, drawn from torch's
+    global generator. A multimodal model lacks the parts that rows of text do not need.
 
     Args:
         directory: of the model.
@@ -243,7 +259,7 @@ def load_base(
         random: draw the weights instead of reading them.
         trust_remote_code: whether the model's own Python code may run.
         adjust: changes the model's config before the model is made from it.
-        reward: load sequence classification with one label instead of a causal language model.
+        head: load sequence classification with this head instead of a causal language model.
         quantized: how its linear layers are quantized; the model is on that device then.
         keeps_parts: keep all parts of a multimodal model, frozen.
 
@@ -257,7 +273,9 @@ def load_base(
     check_directory(directory)
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
     stored = read_model_config(directory)
-    has_score = refuse_other_task(directory, stored, reward=reward)
+    has_score = refuse_other_task(directory, stored, has_head=head is not None)
+    if head is not None:
+        refuse_other_head(directory, stored, head)
     if not random:  # refuses damaged files with unisono's messages instead of those of safetensors
         headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
         refuse_larger_config(directory, stored.get("text_config", stored), headers)
@@ -267,16 +285,15 @@ def load_base(
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
         adjust(settings)
-        if reward:
-            settings.num_labels = 1
-        auto = auto_class(stored, reward=reward)
+        set_head(settings, head)
+        auto = auto_class(stored, has_head=head is not None)
         if random:
             model = auto.from_config(settings, trust_remote_code=trust_remote_code)
-            _check_head(directory, model, reward=reward)
+            _check_head(directory, model, head)
             return model.to(dtype)
         loading = quantized.options(directory, settings) if quantized else {}
         with (
-            _quiet() if reward else contextlib.nullcontext(),  # the missing head is no news
+            _quiet() if head else contextlib.nullcontext(),  # the missing head is no news
             without_heap() if quantized else contextlib.nullcontext(),
         ):
             model, info = auto.from_pretrained(
@@ -293,11 +310,11 @@ def load_base(
         raise
     except LIBRARY_ERRORS as error:
         raise _load_error(directory, error) from error
-    _check_head(directory, model, reward=reward)
-    if reward and not has_score:
+    _check_head(directory, model, head)
+    if head is not None and not has_score:
         info["missing_keys"] = set(info["missing_keys"]) - {f"{SCORE}.weight"}
     _refuse_gaps(directory, info)
-    if not reward and multimodal_class(stored) is not None:
+    if head is None and multimodal_class(stored) is not None:
         freeze_parts(model) if keeps_parts else release_parts(model)
     if quantized is not None:
         set_products(model, quantized, where=str(directory))
@@ -317,12 +334,18 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _check_head(directory: Path, model: Any, *, reward: bool) -> None:
-    """Refuses a reward model whose head is not one vector, as that of encoders."""
-    head: Any = getattr(model, SCORE, None)
-    if reward and (type(head) is not torch.nn.Linear or head.bias is not None):
+def set_head(settings: Any, head: SequenceHead | None) -> None:
+    """Describes a head in a model's config, of transformers."""
+    for name, value in ({} if head is None else head.settings).items():
+        setattr(settings, name, value)
+
+
+def _check_head(directory: Path, model: Any, head: SequenceHead | None) -> None:
+    """Refuses a classifier whose head is not one matrix, as that of encoders."""
+    score: Any = getattr(model, SCORE, None)
+    if head is not None and (type(score) is not torch.nn.Linear or score.bias is not None):
         why = f"the head of {type(model).__name__} is not one matrix `{SCORE}` for the last token"
-        raise no_reward_model(directory, model.config.model_type, why)
+        raise no_classifier(directory, model.config.model_type, why)
 
 
 def set_pad_token(base: Any, tokenizer: Any) -> None:
@@ -365,7 +388,7 @@ def odd_parameters(model: torch.nn.Module) -> list[str]:
     return odd
 
 
-def outline_base(directory: Path, *, trust_remote_code: bool, reward: bool) -> Any:
+def outline_base(directory: Path, *, trust_remote_code: bool, head: SequenceHead | None) -> Any:
     """The transformers model of a directory on the meta device: its modules and shapes, without
     weights.
 
@@ -375,11 +398,10 @@ def outline_base(directory: Path, *, trust_remote_code: bool, reward: bool) -> A
     from transformers import AutoConfig
 
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
-    auto = auto_class(read_model_config(directory), reward=reward)
+    auto = auto_class(read_model_config(directory), has_head=head is not None)
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-        if reward:
-            settings.num_labels = 1
+        set_head(settings, head)
         with torch.device("meta"):
             return auto.from_config(settings, trust_remote_code=trust_remote_code)
     except LIBRARY_ERRORS as error:

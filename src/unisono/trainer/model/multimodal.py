@@ -28,11 +28,13 @@ from unisono.trainer.model.files import (
 from unisono.trainer.plan import VisionFacts
 
 
-def auto_class(settings: ConfigJson, *, reward: bool) -> Any:
-    """The class of transformers that loads a model with this config.json for rows of text."""
+def auto_class(settings: ConfigJson, *, has_head: bool) -> Any:
+    """The class of transformers that loads a model with this config.json for rows of text;
+    `has_head`: with the head of a reward model or classifier.
+    """
     import transformers
 
-    if reward:
+    if has_head:
         return transformers.AutoModelForSequenceClassification
     if multimodal_class(settings) is not None:
         return transformers.AutoModelForMultimodalLM

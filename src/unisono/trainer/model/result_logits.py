@@ -117,8 +117,9 @@ def fixed_rows(vocabulary: int) -> list[list[int]]:
 def _last_logits(model: Any, row: list[int], pictures: PictureInputs | None) -> torch.Tensor:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.tensor([row], device=base.device)
-    if hasattr(base, SCORE):  # its logits are one value for a row, too few to compare
+    if hasattr(base, SCORE):  # its logits are the values of a row, too few to compare
         values = head_values(base, body_of(base)(input_ids=ids, use_cache=False).last_hidden_state)
+        values = values[..., 0] if values.shape[-1] == 1 else values
     else:
         more = {}
         if pictures is not None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from unisono.trainer.config.schema import RunConfig
     from unisono.trainer.config.sections import PreferenceSection
     from unisono.trainer.objectives.objective import Objective
+    from unisono.trainer.plan.run_plan import DataSummary
 
 
 def _preference(config: "RunConfig") -> "Objective":
@@ -46,7 +47,21 @@ def _tokens(config: "RunConfig") -> "Objective":
     return TokenObjective(config.optim.label_smoothing, dft=config.optim.loss_weight == "dft")
 
 
-# Those of other families than text are in `plan.families`.
+def _classify(config: "RunConfig", data: "DataSummary") -> "Objective":
+    from unisono.trainer.objectives.classify import Classify, weights_of
+
+    labels = data.labels
+    assert labels is not None
+    return Classify(len(labels.names), labels.multi_label, weights_of(config.classify, labels))
+
+
+def _embed(config: "RunConfig", data: "DataSummary") -> "Objective":
+    from unisono.trainer.objectives.embed import Embed
+
+    return Embed(config.embed, tuple(range(data.sides)))
+
+
+# Those of other families than text are in `plan.families`; two need to know their rows.
 _MADE: dict[str, "Callable[[RunConfig], Objective]"] = {
     "sft": _tokens,
     "pretrain": _tokens,
@@ -56,11 +71,12 @@ _MADE: dict[str, "Callable[[RunConfig], Objective]"] = {
 }
 
 
-def objective_of(config: "RunConfig", *, digest: str = "") -> "Objective":
+def objective_of(config: "RunConfig", *, digest: str = "", data: "DataSummary | None" = None) -> "Objective":
     """The objective that a config names, with its settings.
 
     Args:
         digest: of the file of an own objective, as the plan has it.
+        data: the rows, if they are classified or embedded.
 
     Raises:
         ConfigError: if an own objective is refused.
@@ -78,4 +94,8 @@ def objective_of(config: "RunConfig", *, digest: str = "") -> "Objective":
         module, _, name = of_family[config.objective].partition(":")
         made: Objective = getattr(import_module(module), name).of(config)
         return made
+    if data is not None and data.labels is not None:
+        return _classify(config, data)
+    if data is not None and config.objective == "embed":
+        return _embed(config, data)
     return _MADE[config.objective](config)

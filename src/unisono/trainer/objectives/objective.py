@@ -74,9 +74,9 @@ class Objective(ABC):
         uses_reference: whether the loss compares with a reference model.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ()
-    sides: ClassVar[tuple[int, ...]] = (0,)
-    first_sides: ClassVar[tuple[int, ...]] = ()
+    metrics: tuple[str, ...] = ()
+    sides: tuple[int, ...] = (0,)
+    first_sides: tuple[int, ...] = ()
     uses_reference: ClassVar[bool] = False
 
     @classmethod

@@ -12,6 +12,7 @@ from unisono.base.errors import UsageError
 from unisono.base.files import read_object
 from unisono.base.text import show_count
 from unisono.guard.rundir import RunDir
+from unisono.trainer.config.heads import CLASSIFY, EMBED, REWARD
 from unisono.trainer.config.sections import DIFFUSION
 from unisono.trainer.plan.run_plan import DataSummary, ModelFacts, SplitSummary
 
@@ -67,7 +68,7 @@ class FamilyFacts(ABC):
         return 0
 
     @abstractmethod
-    def following(self, run: str, *, reward: bool) -> str:
+    def following(self, run: str, *, objective: str) -> str:
         """The command to use a finished run with."""
 
     @abstractmethod
@@ -119,8 +120,9 @@ class _Text(FamilyFacts):
     sequences, positions, unit = "sequences", "tokens", "tokens"
     rows_advice = "check the rows in the warnings (unisono data preview)"
 
-    def following(self, run: str, *, reward: bool) -> str:
-        return f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
+    def following(self, run: str, *, objective: str) -> str:
+        rows = {REWARD: "PAIRS", CLASSIFY: "FILE", EMBED: "FILE"}.get(objective)
+        return f"unisono eval {run} --data {rows}" if rows else f"unisono chat {run}"
 
     def made(self, rows: int, sequences: int, *, packing: bool) -> str:
         if packing and sequences < rows:
@@ -192,8 +194,8 @@ class _Pictures(FamilyFacts):
         values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
         return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
 
-    def following(self, run: str, *, reward: bool) -> str:
-        del reward
+    def following(self, run: str, *, objective: str) -> str:
+        del objective
         return f'unisono generate {run} "a prompt" --out pictures'
 
     def fit(self, micro: int, longest: int) -> str:
@@ -291,5 +293,5 @@ def need_decoder(target: str, *, where: str) -> None:
             f"{target} is {family.described}",
             where=where,
             why="this needs a language model",
-            fix=f"use `{family.following(target, reward=False)}`",
+            fix=f"use `{family.following(target, objective='')}`",
         )

@@ -436,7 +436,7 @@ def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointin
         longest_row=train.longest_row,
         gradient_checkpointing=checkpointing,
         shards=mesh.weight_shards,
-        logits=config.objective != "reward",
+        logits=config.uses_logits,
         on_gpu=kind == "cuda",
         fast_layers=expects_fast_layers(config, given.model, dtype=dtype, devices=given.devices),
         one_backward=has_one_backward(

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from unisono.base.user_code import MODEL_CODE
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, PlanPart, RankPlace
+from unisono.trainer.config.heads import SequenceHead
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.schema import RunConfig
@@ -131,6 +132,19 @@ class PictureSummary(PlanPart):
     """Those of all pictures of the training sequence that has most."""
 
 
+class LabelSummary(PlanPart):
+    """The labels of rows to classify."""
+
+    names: list[str]
+    """In the order of the model's outputs."""
+    multi_label: bool
+    """Whether a row has any number of them."""
+    rows: list[int]
+    """For each label the rows of an epoch that have it."""
+    train_rows: int
+    """All rows of an epoch."""
+
+
 class DataSummary(PlanPart):
     """The result of preparing the data; the rows themselves are in the cache."""
 
@@ -146,6 +160,10 @@ class DataSummary(PlanPart):
     """
     pictures: PictureSummary | None = None
     """None if rows are text."""
+    labels: LabelSummary | None = None
+    """None unless rows are classified."""
+    sides: int = 1
+    """Rows of tokens of a unit: 2 for a pair, 3 for a triplet."""
     formats: list[str]
     """One line per source: the format, and why it was chosen."""
     template: str
@@ -314,6 +332,11 @@ class RunPlan(PlanPart):
         own = {str(one.path): f"the {one.what}" for one in own_code_of(self.config)}
         model = MODEL_CODE if self.config.model.trust_remote_code else {}
         return {**own, **model}
+
+    @property
+    def head(self) -> SequenceHead | None:
+        """The head that gives values of rows; None for a language model."""
+        return head_of(self.config, self.data.labels)
 
     @property
     def answers(self) -> bool:
@@ -522,12 +545,21 @@ def deal(tokens: Sequence[int], *, ranks: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
+def head_of(config: RunConfig, labels: LabelSummary | None) -> SequenceHead | None:
+    """The head that gives values of rows; None for a language model. The labels of a classifier
+    are those of its rows.
+    """
+    if not config.trains_head:
+        return None
+    return SequenceHead() if labels is None else SequenceHead(tuple(labels.names), labels.multi_label)
+
+
 def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_size: int) -> bool:
     """Whether a step of full fine-tuning is one backward pass of one rank, so that gradients have
     no sum in float32.
     """
     # Reward models have no fast layers then.
-    is_full = config.adapter is None and config.objective != "reward"
+    is_full = config.adapter is None and not config.trains_head
     in_blocks = optimizer_named(config.optim.kind).updates_blocks
     return is_full and in_blocks and world_size == 1 and micro >= global_batch
 
@@ -542,7 +574,7 @@ def expects_fast_layers(
     if dtype != "bfloat16" or not model.has_plain_mlps or not all(device.compiles for device in devices):
         return False
     if adapter is None:
-        return config.objective != "reward"
+        return not config.trains_head
     compute = config.model.quantize_compute if model.quantized else "auto"
     targets = [".*"] if isinstance(adapter.targets, str) else adapter.targets
     adapted = {

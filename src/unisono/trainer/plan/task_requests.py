@@ -387,18 +387,37 @@ class DrawRequest(TaskRequest[Drawn]):
     prediction: str | None = None
 
 
+class LabelFigures(TypedDict):
+    """How a classifier does on one label.
+
+    Attributes:
+        rows, predicted, right: rows that have the label, that the model gives it to, and of these
+            the right ones.
+    """
+
+    label: str
+    rows: int
+    predicted: int
+    right: int
+    precision: float
+    recall: float
+    f1: float
+
+
 class Evaluated(TypedDict):
     """Loss and scores on the rows of a file.
 
     Attributes:
         figures: by name.
         rows: the answers, or the figures of each row.
+        labels: of a classifier the figures of each label.
         ledger, formats: as in DataSummary.
     """
 
     description: str
     figures: dict[str, float | None]
     rows: list[Mapping[str, object]]
+    labels: NotRequired[list[LabelFigures]]
     ledger: dict[str, int]
     formats: list[str]
 
@@ -593,12 +612,16 @@ class Exported(_Written, MergeFigures):
 
     Attributes:
         reward: whether it is a reward model.
+        labels: of a classifier, in the order of its outputs.
+        embeds: whether it is an embedding model.
         multimodal: whether its class has vision or audio parts.
         pictures, format, file: of the LoRA of an image model.
     """
 
     merged: bool
     reward: bool
+    labels: list[str]
+    embeds: NotRequired[bool]
     multimodal: NotRequired[bool]
     pictures: NotRequired[bool]
     format: NotRequired[str]

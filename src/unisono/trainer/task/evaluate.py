@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import DataError
+from unisono.base.errors import DataError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, write_json, write_text
 from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
+from unisono.trainer.config.heads import CLASSIFY, EMBED, ClassifySection, EmbedSection
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
@@ -41,13 +42,16 @@ from unisono.trainer.plan import DataSummary
 from unisono.trainer.plan.task_requests import (
     Evaluated,
     EvaluateRequest,
+    LabelFigures,
     Predicted,
     PredictRequest,
     PrepareRequest,
     SamplingParams,
 )
+from unisono.trainer.task.classification import classification_figures, section_for
 from unisono.trainer.task.inference import InferenceModel, decode, open_requested
 from unisono.trainer.task.metric_evaluation import requested_metrics, scored_rows
+from unisono.trainer.task.similarity import similarity_figures
 from unisono.trainer.training.answer_metrics import GeneratedRow, metric_means
 
 _TOKENS = 8_192  # per forward
@@ -65,23 +69,26 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     if data.pictures is not None and opened.processor is None:
         opened = open_requested(request.model, report, answers=False, sees=True)
     of_table = table_rows(opened, data, table)
-    if config.objective in PREFERENCE:
+    labels: list[LabelFigures] = []
+    if config.objective == CLASSIFY:
+        figures, rows, labels = classification_figures(opened, table, sequences, report, each=request.each)
+    elif config.objective == EMBED:
+        assert opened.target.plan is not None
+        batch = opened.target.plan.config.rows_per_step
+        figures, rows = similarity_figures(opened, config, table, sequences, report, batch=batch)
+    elif config.objective in PREFERENCE:
         figures, rows = preference_figures(opened, config, of_table, sequences, report, each=request.each)
     else:
-        figures, rows = answer_figures(
-            opened,
-            of_table,
-            sequences,
-            report,
-            metrics=requested_metrics(request, opened, config, report),
-        )
-    return {
+        metrics = requested_metrics(request, opened, config, report)
+        figures, rows = answer_figures(opened, of_table, sequences, report, metrics=metrics)
+    result: Evaluated = {
         "description": opened.target.description,
         "ledger": data.ledger,
         "formats": data.formats,
         "figures": figures,
         "rows": rows,
     }
+    return {**result, "labels": labels} if labels else result
 
 
 def require_rows(file: str) -> None:
@@ -173,11 +180,22 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     tokenizer = opened.tokenizer.name_or_path or str(target.base)
     # No row depends on it, but quantized weights are refused without one.
     adapter = AdapterSection() if is_quantized(opened.forward.loaded.base) else None
+    head = target.head
+    if plan is None and target.embeds:
+        raise UsageError.of(
+            f"{target.name} is an embedding model without its run",
+            where="RUN|MODEL",
+            why="the temperature and the size of a batch are those of the run",
+            fix="evaluate the run, or use the evaluators of sentence-transformers",
+        )
+    classify = section_for(head) if head is not None and head.labels else ClassifySection()
     if plan is None:
         data = DataSection(train=file, packing=False, max_length=max(8, opened.context))
         model = ModelSection(path=str(target.base), tokenizer=tokenizer)
-        kind: Objective = "reward" if target.is_reward else "sft"
-        return RunConfig(model=model, adapter=adapter, data=data, objective=kind, output_dir="unused")
+        kind: Objective = "sft" if head is None else "classify" if head.labels else "reward"
+        return RunConfig(
+            model=model, adapter=adapter, data=data, objective=kind, classify=classify, output_dir="unused"
+        )
     settings = plan.config.data.model_copy(update={"train": file, "eval": None, "packing": False})
     model = plan.config.model.model_copy(
         update={"path": str(target.base), "tokenizer": tokenizer, "weights": "pretrained"}
@@ -194,6 +212,8 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
         data=settings,
         objective=objective,
         preference=PreferenceSection.model_validate(settings_of_loss),
+        classify=classify,
+        embed=plan.config.embed if objective == EMBED else EmbedSection(),
         seed=plan.config.seed,
         output_dir="unused",
     )

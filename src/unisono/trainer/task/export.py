@@ -34,6 +34,7 @@ from unisono.trainer.model.file_settings import ADAPTER_SETTINGS
 from unisono.trainer.model.load import load_tokenizer
 from unisono.trainer.model.quantization import is_quantized
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.model.sentence_files import copy_sentence_files, write_sentence_files
 from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import Exported, ExportRequest, MergeFigures
 from unisono.trainer.task.inference import (
@@ -128,7 +129,9 @@ def run(request: ExportRequest, report: Reporter) -> Exported:
         "merged": merge,
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
-        "reward": target.is_reward,
+        "reward": target.head is not None and not target.head.labels,
+        "labels": list(target.head.labels) if target.head is not None else [],
+        "embeds": target.embeds,
         "multimodal": multimodal_original(target.base) is not None,
         "read_back": back.to_json() if back is not None else None,
     }
@@ -164,6 +167,7 @@ def _export_lora(request: ExportRequest, report: Reporter, out: Path) -> Exporte
         "base": str(opened.pipeline.root) if opened.pipeline is not None else "",
         "merged": False,
         "reward": False,
+        "labels": [],
         "pictures": True,
         "format": kind,
         "file": name,
@@ -188,9 +192,9 @@ def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBa
     if config is not None and not is_adapter:  # a merged model is not quantized any more
         config = config.model_copy(update={"model": config.model.model_copy(update={"quantize": None})})
     base = target.base if is_adapter else out
-    written = WrittenModel(out, base, config, target.is_reward)
+    written = WrittenModel(out, base, config, has_head=target.head is not None)
     if _sees(target):
-        written = WrittenVisionModel(out, base, config, reward=False, original=target.base)
+        written = WrittenVisionModel(out, base, config, has_head=False, original=target.base)
     if wanted is None:
         return by_digests(out, "the files are copies, and nothing is known of the model's logits")
     return read_back(written, wanted)
@@ -373,7 +377,18 @@ def _write_rest(target: Target, directory: Path) -> None:
     if template is not None and template.text is not None:
         tokenizer.chat_template = template.text
     tokenizer.save_pretrained(str(directory))
-    if not target.is_reward:
+    if target.embeds:
+        _write_sentence_files(target, directory)
+    elif target.head is None:
         write_generation_config(
             directory, tokenizer=tokenizer, stops=stops, known=(target.base, target.weights)
         )
+
+
+def _write_sentence_files(target: Target, directory: Path) -> None:
+    """Writes what sentence-transformers needs, as the run or the exported model has it."""
+    if target.plan is None:
+        copy_sentence_files(target.weights, directory)
+        return
+    config, hidden_size = target.plan.config, target.plan.model.hidden_size
+    write_sentence_files(directory, config.embed, hidden_size=hidden_size, max_length=config.data.max_length)

@@ -146,11 +146,17 @@ def _writes_vision(target: Target, report: Reporter) -> bool:
 
 
 def _refuse_others(target: Target, *, alone: bool) -> None:
-    if target.is_reward:
+    if target.head is not None:
         raise UsageError.of(
-            f"{target.name} is a reward model, which llama.cpp cannot load",
+            f"{target.name} is a {'classifier' if target.head.labels else 'reward model'}, which llama.cpp cannot load",
             where="--format",
             fix="omit --format",
+        )
+    if target.embeds:
+        raise UsageError.of(
+            f"{target.name} is an embedding model, which is not written as GGUF",
+            where="--format",
+            fix="omit --format: sentence-transformers loads the export",
         )
     if alone and (not has_adapter(target) or target.merged):
         raise UsageError.of(

@@ -21,6 +21,7 @@ from unisono.base.errors import ModelError, Problem, UnisonoError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.text import library_words
 from unisono.guard.facts import no_gpus, read_machine
+from unisono.trainer.config.heads import SequenceHead
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import PixelsSection
@@ -222,11 +223,13 @@ def open_requested(
         )
     need_decoder(request.target, where="RUN|MODEL")
     target = requested_target(request)
-    if answers and target.is_reward:
+    if answers and target.head is not None:
+        raise _no_answers(target, target.head)
+    if answers and target.embeds:
         raise UsageError.of(
-            f"{target.name} is a reward model: it rates answers and writes none",
+            f"{target.name} is an embedding model: it writes no answers",
             where=str(target.weights),
-            fix=f"rate the answers of pairs: unisono eval {shlex.quote(target.name)} --data FILE",
+            fix=f"load it with sentence_transformers.SentenceTransformer({str(target.weights)!r})",
         )
     verify_target(target, report)
     placed = find_adapters(adapters, target, report)
@@ -243,6 +246,22 @@ def open_requested(
         except ModelError as error:  # it may be of the pictures alone
             blind = _why_blind(error, report)
     return replace(_open(target, None), blind=blind)
+
+
+def _no_answers(target: Target, head: SequenceHead) -> UsageError:
+    """The refusal to let a reward model or classifier answer."""
+    where, named = str(target.weights), shlex.quote(target.name)
+    if head.labels:
+        return UsageError.of(
+            f"{target.name} is a classifier: it labels texts and writes no answers",
+            where=where,
+            fix=f"label the texts of a file: unisono eval {named} --data FILE --out LABELS",
+        )
+    return UsageError.of(
+        f"{target.name} is a reward model: it rates answers and writes none",
+        where=where,
+        fix=f"rate the answers of pairs: unisono eval {named} --data FILE",
+    )
 
 
 def _open(
@@ -423,7 +442,7 @@ def dtype_of(target: Target, device: torch.device) -> str:
 
 
 def _is_plain_lora(loaded: LoadedModel) -> bool:
-    heads = (f".{SCORE}.modules_to_save.",) if loaded.is_reward else ()
+    heads = (f".{SCORE}.modules_to_save.",) if loaded.has_score else ()
     plain = ("lora_A", "lora_B", *heads)
     return bool(loaded.trainable) and all(any(part in name for part in plain) for name in loaded.trainable)
 
@@ -590,11 +609,11 @@ def _load(target: Target, *, dtype: str, device: torch.device, keeps_parts: bool
             target.weights,
             dtype=DTYPES[dtype],
             trust_remote_code=trusts_code(target),
-            reward=target.is_reward,
+            head=target.head,
             quantized=quantized_load(None, target.weights, dtype=dtype, device=device),
             keeps_parts=keeps_parts,
         ).to(device)
-        if target.is_reward:
+        if target.head is not None:
             set_pad_token(base, tokenizer)
         base.requires_grad_(False)  # the fast layers are for frozen weights
         return _loaded(base, base, tokenizer, {})
@@ -607,13 +626,13 @@ def _load(target: Target, *, dtype: str, device: torch.device, keeps_parts: bool
             dtype=DTYPES[dtype],
             trust_remote_code=trusts_code(target),
             adjust=partial(take_rope, directory=target.weights),
-            reward=target.is_reward,
+            head=target.head,
             quantized=quantized_load(
                 target.plan.config if target.plan else None, target.base, dtype=dtype, device=device
             ),
             keeps_parts=keeps_parts,
         ).to(device)
-    if target.is_reward:
+    if target.head is not None:
         set_pad_token(base, tokenizer)
     for adapter in target.merged:
         base = merge_adapter(_with_adapter(base, adapter, target, device), where=str(adapter))
@@ -785,6 +804,7 @@ def _load_checkpoint(target: Target, *, dtype: str, device: torch.device, keeps_
             tokenizer_directory=locate_tokenizer(plan.config),
             dtype=dtype,
             device=device,
+            head=plan.head,
             keeps_parts=keeps_parts,
         )
     reader = CheckpointReader(target.weights)

@@ -18,11 +18,19 @@ from unisono.guard.facts import read_environment
 from unisono.guard.rundir import MODEL_MANIFEST, RunDir, or_nearest_run, runs_beside
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.trainer.checkpoint.verify import check_model, listed_files, read_digest
+from unisono.trainer.config.heads import EMBED, SequenceHead
 from unisono.trainer.config.sections import Thinking
 from unisono.trainer.families import files_of
 from unisono.trainer.families.text.input_files import adapter_settings, check_adapter
-from unisono.trainer.model.directory import is_classifier, locate_model, read_model_config
+from unisono.trainer.model.directory import (
+    adapter_head,
+    is_classifier,
+    locate_model,
+    read_model_config,
+    stored_head,
+)
 from unisono.trainer.model.files import check_directory
+from unisono.trainer.model.sentence_files import is_embedding_model
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.input_digests import Digested, DigestProgress, digest_files
@@ -65,13 +73,24 @@ class Target:
     step: int | None = None
 
     @property
-    def is_reward(self) -> bool:
-        """Whether it is a reward model: it gives a value to an answer, and writes none."""
+    def embeds(self) -> bool:
+        """Whether it is an embedding model, which writes no answers."""
         if self.plan is not None:
-            return self.plan.config.objective == "reward"
+            return self.plan.config.objective == EMBED
+        return is_embedding_model(self.weights)
+
+    @property
+    def head(self) -> SequenceHead | None:
+        """The head of a reward model or classifier, which writes no answers; None for a language
+        model.
+        """
+        if self.plan is not None:
+            return self.plan.head
         if self.source == "adapter":
-            return adapter_settings(self.weights).get("task_type") == "SEQ_CLS"
-        return is_classifier(read_model_config(self.weights))
+            has_head = adapter_settings(self.weights).get("task_type") == "SEQ_CLS"
+            return adapter_head(self.weights) if has_head else None
+        settings = read_model_config(self.weights)
+        return stored_head(settings) if is_classifier(settings) else None
 
 
 def requested_target(request: RequestedModel) -> Target:

@@ -60,7 +60,7 @@ def set_up(
     for own in own_classes_of(plan.config):
         report.phase("objective", f"executing {own.path}")
         beats.enter("objective")
-    objective = objective_of(plan.config, digest=plan.code_digests.get("objective", ""))
+    objective = objective_of(plan.config, digest=plan.code_digests.get("objective", ""), data=plan.data)
     objective.check(plan, rank=place.rank)
     optimizer = load_own_optimizer(plan.config, digest=plan.code_digests.get("optim.kind", ""))
     report.phase("load_model", f"loading {plan.config.model.path}")

@@ -455,7 +455,7 @@ def _savings(run: Run) -> list[str]:
             longest_row=plan.data.train.longest_row,
             gradient_checkpointing=checkpointing,
             shards=plan.mesh.weight_shards,
-            logits=config.objective != "reward",
+            logits=config.uses_logits,
             on_gpu=run.device.type == "cuda",
             fast_layers=run.device.type == "cuda" and run.forward.fast_layers > 0,
             one_backward=has_one_backward(

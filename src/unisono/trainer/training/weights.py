@@ -22,6 +22,7 @@ from unisono.guard.rundir import MODEL_MANIFEST
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
 from unisono.trainer.checkpoint.writer import TensorPart, file_order, write_tensor_file
+from unisono.trainer.config.heads import EMBED
 from unisono.trainer.config.schema import LANGUAGE, ModelPart
 from unisono.trainer.data.tokenizer import TOKENIZER_FILES
 from unisono.trainer.data.trained_template import stop_ids_of, trained_template
@@ -40,6 +41,7 @@ from unisono.trainer.model.multimodal import (
     text_names,
     text_prefixes,
 )
+from unisono.trainer.model.sentence_files import write_sentence_files
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.sharding import full_on_one_rank
 
@@ -278,14 +280,26 @@ def write_weights(
             parts=trained_parts(plan),
         )
         loaded.base.config.use_cache = False
-    if target is not None and plan.config.adapter is not None and plan.config.model.rope is not None:
+    if target is not None and plan.config.adapter is not None and _differs(plan):
         _write_settings(loaded.base, target)
     if target is not None:
         _set_template(loaded.tokenizer, plan)
         loaded.tokenizer.save_pretrained(str(target))
-        if _generates(loaded.base):
+        if plan.config.objective == EMBED:
+            write_sentence_files(
+                target,
+                plan.config.embed,
+                hidden_size=plan.model.hidden_size,
+                max_length=plan.config.data.max_length,
+            )
+        elif _generates(loaded.base):
             _write_stops(loaded.tokenizer, plan, target)
     return entries
+
+
+def _differs(plan: RunPlan) -> bool:
+    """Whether the config of the trained model says more than that of its base."""
+    return plan.config.model.rope is not None or (plan.head is not None and bool(plan.head.labels))
 
 
 def _write_stops(tokenizer: Any, plan: RunPlan, directory: Path) -> None:
@@ -323,7 +337,7 @@ def _write_settings(base: Any, directory: Path) -> None:
     """Writes the config of the base model in memory, which differs from its file, beside the
     adapter.
     """
-    base.config.use_cache = True
+    base.config.use_cache, base.config.architectures = True, [type(base).__name__]
     base.config.save_pretrained(str(directory))
     base.config.use_cache = False
 

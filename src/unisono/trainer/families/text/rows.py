@@ -8,6 +8,7 @@ from typing import Any
 from unisono.base.errors import DataError, ModelError
 from unisono.base.events import Reporter
 from unisono.trainer.checkpoint.verify import check_model, read_digest
+from unisono.trainer.config.heads import SequenceHead
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.prepare import prepare_data
 from unisono.trainer.families.family import make_ledger
@@ -17,6 +18,8 @@ from unisono.trainer.model.directory import (
     locate_model,
     locate_tokenizer,
     picture_processor,
+    read_model_config,
+    refuse_other_head,
 )
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.parts import (
@@ -28,6 +31,7 @@ from unisono.trainer.model.parts import (
     weights_in_files,
 )
 from unisono.trainer.plan import DataSummary, ModelFacts, VisionFacts
+from unisono.trainer.plan.run_plan import head_of
 from unisono.trainer.plan.task_requests import PrepareRequest
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
@@ -57,6 +61,10 @@ def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, Mod
         limit_rows=request.limit_rows,
         processor=picture_processor(Path(facts.directory)),
     )
+    head = head_of(config, data.labels)
+    if head is not None:
+        directory = Path(facts.directory)
+        refuse_other_head(directory, read_model_config(directory), head)
     if data.pictures is None:
         _refuse_parts(config)
         return data, facts
@@ -93,7 +101,12 @@ def _refuse_damage(
     Raises:
         IntegrityError: with each damaged file, and its tensors.
     """
-    checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
+
+    def read(file: Path) -> tuple[int, str]:
+        known = digests.get(file.name) if file.parent == directory else None
+        return known or read_digest(file)
+
+    checked = check_model(directory, read=read, only=only)
     if not checked.intact:
         raise checked.refusal(restore="copy the directory again, or export it again")
 
@@ -107,14 +120,14 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
     Raises:
         ModelError: if transformers does not make a model of it, or the adapter does not match it.
     """
-    random, head = config.model.weights == "random", SCORE if config.objective == "reward" else None
+    random, head = config.model.weights == "random", SCORE if config.trains_head else None
     files = [] if random else weight_files(Path(facts.directory))
     headers = [header for file in files for header in read_safetensors_header(file)]
     headers = [header for header in headers if head is None or header.name != "lm_head.weight"]
     weights, parts = weights_in_files(headers)
     figures: dict[str, object] = {}
     if not facts.has_plain_mlps or sum(weight.in_out for weight in weights) != facts.linear_in_out:
-        model = _outline(config, Path(facts.directory), reward=head is not None)
+        model = _outline(config, Path(facts.directory), head=head_of(config, None))
         weights, parts = adaptable_weights(model, head=head), count_parts(model, head=head)
         figures = {"experts_of_layer": experts_of_layer(weights)}
         if random:
@@ -127,7 +140,7 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
     return facts.model_copy(update={"parts": parts, **figures})
 
 
-def _outline(config: RunConfig, directory: Path, *, reward: bool = False) -> Any:
+def _outline(config: RunConfig, directory: Path, *, head: SequenceHead | None = None) -> Any:
     """The model of a config on the meta device; imports torch.
 
     Raises:
@@ -135,7 +148,7 @@ def _outline(config: RunConfig, directory: Path, *, reward: bool = False) -> Any
     """
     from unisono.trainer.model.load import outline_base
 
-    return outline_base(directory, trust_remote_code=config.model.trust_remote_code, reward=reward)
+    return outline_base(directory, trust_remote_code=config.model.trust_remote_code, head=head)
 
 
 def _vision_facts(config: RunConfig, directory: Path) -> VisionFacts:

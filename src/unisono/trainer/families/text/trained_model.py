@@ -24,6 +24,7 @@ def load(plan: RunPlan, device: torch.device) -> LoadedModel:
         tokenizer_directory=locate_tokenizer(plan.config),
         dtype=plan.dtype,
         device=device,
+        head=plan.head,
     )
 
 
@@ -73,4 +74,4 @@ def read_outputs(file: Path) -> ResultLogits:
 
 def written(directory: Path, base: Path, config: RunConfig) -> WrittenModel:
     """A model, or an adapter of `base`."""
-    return WrittenModel(directory, base, config, reward=config.objective == "reward")
+    return WrittenModel(directory, base, config, has_head=config.trains_head)

@@ -8,11 +8,11 @@ import torch
 
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.adapter import fit_base_to_adapter
-from unisono.trainer.model.directory import read_model_config
+from unisono.trainer.model.directory import adapter_head, read_model_config, stored_head
 from unisono.trainer.model.file_settings import ADAPTER_FILE, ADAPTER_SETTINGS
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.layers import take_rope
-from unisono.trainer.model.load import DTYPES, load_base
+from unisono.trainer.model.load import DTYPES, load_base, set_head
 from unisono.trainer.model.multimodal import auto_class
 from unisono.trainer.model.quantization import quantized_load
 
@@ -25,13 +25,13 @@ class WrittenModel:
         directory: of a model or an adapter.
         base: of the base model; for a model the same.
         config: of the run; None if nothing is known of one.
-        reward: whether it is a reward model.
+        has_head: whether it is a reward model or another classifier.
     """
 
     directory: Path
     base: Path
     config: RunConfig | None
-    reward: bool
+    has_head: bool
 
     rounding = 0.0
 
@@ -70,11 +70,14 @@ def load_as_users_do(written: WrittenModel, *, dtype: str, device: torch.device)
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the front shows the progress
-    auto = auto_class(read_model_config(written.base), reward=written.reward)
+    auto = auto_class(read_model_config(written.base), has_head=written.has_head)
     place = written.directory if (written.directory / "config.json").is_file() else written.base
     settings = AutoConfig.from_pretrained(str(place), trust_remote_code=written.trusts_code)
-    if written.reward:
-        settings.num_labels = 1
+    head = None
+    if written.has_head:
+        is_adapter = written.is_adapter
+        head = adapter_head(written.directory) if is_adapter else stored_head(read_model_config(place))
+        set_head(settings, head)
     quantized = quantized_load(written.config, written.base, dtype=dtype, device=device)
     if quantized is not None:  # as it was trained; transformers alone reads no GPTQ
         model = load_base(
@@ -82,7 +85,7 @@ def load_as_users_do(written: WrittenModel, *, dtype: str, device: torch.device)
             dtype=DTYPES[dtype],
             trust_remote_code=written.trusts_code,
             adjust=lambda config: take_rope(config, directory=written.directory),
-            reward=written.reward,
+            head=head,
             quantized=quantized,
         )
     else:

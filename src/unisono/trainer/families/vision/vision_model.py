@@ -123,7 +123,7 @@ def outputs(model: Any, plan: RunPlan, examples: Callable[[], list[list[int]]]) 
 def written(directory: Path, base: Path, config: RunConfig) -> WrittenVisionModel:
     """A model, or an adapter of `base`."""
     original = locate_model(config.model.path, config.model.revision)
-    return WrittenVisionModel(directory, base, config, reward=False, original=original)
+    return WrittenVisionModel(directory, base, config, has_head=False, original=original)
 
 
 def _processor(plan: RunPlan) -> PictureProcessor:
