@@ -71,12 +71,12 @@ class RunningStudio:
         assert answer.status == 200, answer
         return answer.json
 
-    def post(self, action: str, **body: Any) -> Answer:
+    def post(self, route: str, /, **body: Any) -> Answer:
         """An answer to a change by the page."""
         data = json.dumps(body).encode()
         return self.send(
             "POST",
-            f"/api/studio/{action}",
+            f"/api/studio/{route}",
             data,
             Authorization=f"Bearer {self.token}",
             Content_Type="application/json",

@@ -74,11 +74,12 @@ def test_from_an_empty_directory_to_a_chat_with_the_trained_model(browser: Brows
             click("Upload …")
         chooser.value.set_files(rows)
         until(lambda: "studio/uploads/rows.jsonl" in yaml_of(page))
-        page.get_by_label("Duration (epochs)").fill("60 steps")  # one field, so that something is learnt
-        clicks += 1
+        page.get_by_label("Duration (epochs)").fill("8 steps")
+        page.get_by_label("Learning rate optim.lr").fill("3e-2")
+        clicks += 2
         click("Start")
         page.wait_for_selector("html[data-run='run-1 completed']")
-        until(lambda: int(page.locator(".plot").get_attribute("data-drawn") or 0) == 60)
+        until(lambda: int(page.locator(".plot").get_attribute("data-drawn") or 0) == 8)
         click("Chat")
         until(lambda: page.locator("[data-side][data-state=ready]").count() == 2)
         page.get_by_label("Message").fill("say 7")
@@ -101,7 +102,12 @@ def test_form_and_yaml_follow_each_other(browser: Browser, tmp_path: Path) -> No
         page.get_by_label("Model model.path").fill("builtin:tiny")
         page.get_by_label("Learning rate optim.lr").fill("1e-3")
         page.get_by_label("Full fine-tuning").check()
-        until(lambda: yaml_of(page) == "model: builtin:tiny\nadapter: null\noptim:\n  lr: 1e-3\noutput_dir: runs/run-1\n")
+        until(
+            lambda: (
+                yaml_of(page)
+                == "model: builtin:tiny\nadapter: null\noptim:\n  lr: 1e-3\noutput_dir: runs/run-1\n"
+            )
+        )
         page.get_by_label("Learning rate optim.lr").fill("fast")
         until(lambda: "must be a number" in page.locator("#e-f-optim\\.lr").inner_text())
         assert page.get_by_label("Learning rate optim.lr").get_attribute("aria-invalid") == "true"
@@ -117,8 +123,8 @@ def test_form_and_yaml_follow_each_other(browser: Browser, tmp_path: Path) -> No
         assert "unisono train mine.yaml" in page.locator(".command").inner_text()
         page.wait_for_selector("#plan[data-state=shown]")
         plan = page.locator("#plan").inner_text()
-        assert "Optimizer steps\n3" in plan
-        assert "this run has only 3 optimizer steps" in plan, "a short run is warned of"
+        assert "Optimizer steps\n1" in plan
+        assert "this run has only 1 optimizer step" in plan, "a short run is warned of"
         page.get_by_role("button", name="Preview rows").click()
         page.wait_for_selector("#rows mark.loss")
         assert "0 it is</s>" in page.locator("#rows pre mark").all_inner_texts()[0]
@@ -186,7 +192,9 @@ def test_axe_finds_nothing_in_any_view(
             violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
             found = [(one["id"], [node["target"] for node in one["nodes"]][:3]) for one in violations]
             assert found == [], view
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                "wider than the window"
+            )
         assert page.evaluate("document.documentElement.lang") == {"en": "en", "zh": "zh-CN"}[language]
 
 

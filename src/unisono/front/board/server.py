@@ -115,6 +115,11 @@ class Board:
             if name not in self.runs and (self._has_others or is_run(root)):
                 self.runs[name] = FollowedRun(name, root)
 
+    def search(self) -> None:
+        """Looks for new runs now."""
+        with self._lock:
+            self._find()
+
     def list(self) -> Region:
         """All runs."""
         with self._lock:

@@ -178,6 +178,7 @@ class Actions:
 
     def rows(self) -> dict[str, Any]:
         """The runs, and what runs beside them."""
+        self.board.search()
         self.board.refresh()
         return {
             "runs": harmless(run_rows(self.board, self.queue)),

@@ -9,7 +9,7 @@ from unisono.base.files import read_object
 from unisono.front.board.server import Board
 from unisono.front.studio.folders import Folders
 from unisono.front.studio.problems import shown_problems
-from unisono.front.studio.run_queue import RunQueue
+from unisono.front.studio.run_queue import RunQueue, Start
 from unisono.guard.rundir import RunDir
 
 _MOST_SHOWN = 100
@@ -35,26 +35,27 @@ def run_rows(board: Board, queue: RunQueue) -> list[dict[str, Any]]:
     """The latest runs, and starts that have no run yet, newest first."""
     rows = [_row(board, name, run.root) for name, run in list(board.runs.items())]
     known = {row["path"]: row for row in rows}
-    for start in queue.starts:
-        row = known.get(start.output_dir)
-        has_ended_well = start.state == "ended" and not start.result.get("problems")
-        if start.state == "cancelled" or has_ended_well:
-            continue
-        if row is None:
-            if start.state == "ended" and Path(start.output_dir).exists():
-                continue
-            row = known[start.output_dir] = {
-                "name": Path(start.output_dir).name, "path": start.output_dir, "time": start.asked, "is_run": False,
-                "state": "refused" if start.state == "ended" else start.state,
-            }  # fmt: skip
-            rows.append(row)
-        row["start"] = start.state
-        row["start_id"] = start.id
-        row["time"] = max(row["time"], start.asked)
-        row["problems"] = shown_problems(start.result.get("problems") or []) if start.state == "ended" else []
-        if start.state == "queued":
-            row["state"] = "queued"
+    for start in {one.output_dir: one for one in queue.starts if one.state != "cancelled"}.values():
+        problems = start.result.get("problems") or []
+        if start.output_dir not in known and (start.state != "ended" or problems):
+            known[start.output_dir] = _row_of(start)
+            rows.append(known[start.output_dir])
+        if row := known.get(start.output_dir):
+            row |= {"start": start.state, "start_id": start.id, "problems": shown_problems(problems)}
+            row["time"] = max(row["time"], start.asked)
+            row["state"] = "queued" if start.state == "queued" else row["state"]
     return sorted(rows, key=lambda row: -row["time"])[:_MOST_SHOWN]
+
+
+def _row_of(start: Start) -> dict[str, Any]:
+    """A start that has no run yet, or never had one."""
+    return {
+        "name": Path(start.output_dir).name,
+        "path": start.output_dir,
+        "time": start.asked,
+        "is_run": False,
+        "state": "refused" if start.state == "ended" else start.state,
+    }
 
 
 def _row(board: Board, name: str, root: Path) -> dict[str, Any]:
@@ -95,6 +96,8 @@ def run_root(board: Board, name: str) -> Path:
     Raises:
         UsageError: if there is no such run.
     """
+    if name not in board.runs:
+        board.search()
     run = board.runs.get(name)
     if run is None:
         raise UsageError.of(f"there is no run {name!r}", fix="reload the page")

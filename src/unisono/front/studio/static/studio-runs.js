@@ -62,7 +62,7 @@ const draw = async (row) => {
   parts.chartBox.setAttribute("aria-label", t("curve_of", { key: evaluated ? "loss, eval_loss" : "loss", axis: t("by_step"), n: number(series.steps.length), first: number(series.values[0]), last: number(series.values[series.values.length - 1]) }));
   parts.chartBox.dataset.drawn = String(series.steps[series.steps.length - 1]);
 };
-const showList = () => put(parts.list, rows.length < 2 ? null : table(t("runs"), [t("run"), t("state"), t("step"), t("loss")], rows.map((row) => h("tr", { "aria-current": row.name === open ? "true" : null },
+const showList = () => put(parts.list, !rows.length ? h("p", { class: "empty" }, t("no_runs")) : table(t("runs"), [t("run"), t("state"), t("step"), t("loss")], rows.map((row) => h("tr", { "aria-current": row.name === open ? "true" : null },
   h("th", { scope: "row" }, h("button", { type: "button", class: "plain", "data-keep": `run ${row.name}`, on: { click: () => go("runs", row.name) } }, row.name)), h("td", {}, badge(row)), h("td", { class: "n" }, stepOf(row)), h("td", { class: "n" }, number(row.loss))))));
 
 let latest = { runs: [], tasks: [], models: [] };

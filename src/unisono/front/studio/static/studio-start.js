@@ -2,7 +2,7 @@
 import { LANG, button, bytes, chooseFile, field, get, h, has, inLanguage, number, post, problemNode, problemNodes, put, section, t, table, upload } from "./studio-parts.js";
 
 let form = null, draft = { values: {}, text: "", problems: [], notes: [], method: "lora" };
-let pending = {}, isAsking = false, pressed = false, planTimer = 0, asks = 0, onStarted = null, nextText = null;
+let pending = {}, asking = null, pressed = false, planTimer = 0, asks = 0, onStarted = null, nextText = null;
 const touched = new Set(), inputs = new Map(), errors = new Map(), texts = new Map();
 const byKey = new Map();
 const parts = {};
@@ -26,16 +26,15 @@ const makeField = (one, prefix = "f", ...more) => {
   input.id = id; input.dataset.key = one.key; input.setAttribute("aria-describedby", `d-${id} e-${id}`);
   inputs.set(one.key, [...(inputs.get(one.key) ?? []), input]);
   errors.set(one.key, [...(errors.get(one.key) ?? []), error]);
-  return h("div", { class: "field", "data-field": one.key }, h("label", { for: id }, label(one.key), has(`f_${one.key}`) ? h("code", {}, one.key) : null), h("div", { class: "row" }, input, more),
+  return h("div", { class: "field", "data-field": one.key }, h("label", { for: id }, label(one.key), has(`f_${one.key}`) ? [" ", h("code", {}, one.key)] : null), h("div", { class: "row" }, input, more),
     one.choices.length && input.tagName === "INPUT" && one.key !== "model.path" ? h("datalist", { id: `l-${one.key}` }, one.choices.map((word) => h("option", { value: word }))) : null,
     h("div", { class: "help", id: `d-${id}` }, one.help[LANG]), error);
 };
 
 // ---- both ways: a change of the form goes over the YAML, a change of the YAML into the form
 const set = (key, value) => { touched.add(key); pending[key] = value; send(); };
-const send = async () => {
-  if (isAsking) return;
-  isAsking = true;
+const send = () => { asking ??= sendAll().finally(() => { asking = null; }); return asking; };
+const sendAll = async () => {
   while (Object.keys(pending).length || nextText !== null) {
     const changes = pending, text = nextText ?? draft.text;
     pending = {}; nextText = null;
@@ -44,7 +43,6 @@ const send = async () => {
     draft = answer;
     show();
   }
-  isAsking = false;
 };
 const isBroken = () => Boolean(draft.text.trim()) && !Object.keys(draft.values).length;
 const isMissing = (problem) => /is missing$/.test(problem.what.en);
@@ -64,8 +62,7 @@ const show = () => {
     for (const input of inputs.get(problem.key)) input.setAttribute("aria-invalid", "true");
   }
   put(parts.above, above, draft.notes.map((note) => h("p", { class: "note" }, inLanguage(note))));
-  if (document.activeElement !== parts.yaml || parts.yaml.dataset.foreign === "true") parts.yaml.value = draft.text;
-  parts.yaml.dataset.foreign = String(draft.notes.length > 0);
+  if (document.activeElement !== parts.yaml || draft.notes.length) parts.yaml.value = draft.text; // a translation takes the place of what was pasted
   parts.command.textContent = draft.command ?? "";
   parts.objective.value = draft.values.objective ?? "sft";
   for (const radio of parts.methods.querySelectorAll("input")) radio.checked = radio.value === draft.method;
@@ -91,6 +88,7 @@ const plan = async () => {
     tile("plan_memory", bytes(answer.memory_bytes) + (share === null ? "" : ` · ${Math.round(100 * share)} %`)), tile("plan_device", `${answer.world_size} × ${answer.device}`), tile("plan_dtype", answer.dtype)));
 };
 const preview = async () => {
+  await send();
   pressed = true; show();
   put(parts.rows, h("p", { class: "soft" }, t("reading_rows")));
   const answer = await post("preview", { text: draft.text });
@@ -106,6 +104,7 @@ const preview = async () => {
 
 const start = async (event) => {
   event?.preventDefault();
+  await send();
   pressed = true; show();
   if (draft.problems.length) { [...document.querySelectorAll("[aria-invalid=true]")][0]?.focus(); return; }
   parts.start.disabled = true;
@@ -140,7 +139,7 @@ const save = () => {
 };
 
 const dataField = (one) => {
-  const file = h("input", { type: "file", class: "sr", id: "upload", tabindex: "-1", "aria-label": t("upload"), on: { change: (event) => { takeUpload(event.target.files[0]); event.target.value = ""; } } });
+  const file = h("input", { type: "file", hidden: true, on: { change: (event) => { takeUpload(event.target.files[0]); event.target.value = ""; } } });
   parts.uploading = h("div");
   return [makeField(one, "f", button("browse", () => chooseFile((path) => set("data.train", path))), button("upload", () => file.click()), file), parts.uploading];
 };
