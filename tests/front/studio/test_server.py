@@ -102,7 +102,7 @@ def test_a_run_is_stopped_resumed_and_extended(tmp_path: Path) -> None:
         studio.post("start", text=config("one", "400 steps"))
         until(lambda: len(steps_of(tmp_path, "one")) > 1)
         assert studio.post("steer", action="stop", name="one").json == {"state": "stopping"}
-        until(lambda: state_of(studio, "one") == "interrupted")
+        until(lambda: state_of(studio, "one") == "interrupted" and studio.row("one")["start"] == "ended")
         stopped = len(steps_of(tmp_path, "one"))
         assert studio.post("steer", action="extend", name="one", duration="soon").status == 400
         goal = stopped + 3

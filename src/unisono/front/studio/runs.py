@@ -33,7 +33,8 @@ def folders_with_runs(folders: Folders) -> list[Path]:
 
 def run_rows(board: Board, queue: RunQueue) -> list[dict[str, Any]]:
     """The latest runs, and starts that have no run yet, newest first."""
-    rows = [_row(board, name, run.root) for name, run in list(board.runs.items())]
+    runs = [(name, run.root) for name, run in list(board.runs.items()) if run.root.is_dir()]
+    rows = [_row(board, name, root) for name, root in runs]
     known = {row["path"]: row for row in rows}
     for start in {one.output_dir: one for one in queue.starts if one.state != "cancelled"}.values():
         problems = start.result.get("problems") or []
