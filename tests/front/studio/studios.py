@@ -57,7 +57,7 @@ class RunningStudio:
     def token(self) -> str:
         return self.url.partition("token=")[2]
 
-    def send(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
+    def send(self, method: str, path: str, body: bytes | None = None, /, **headers: str) -> Answer:
         """An answer to a request as it is."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         sent = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -58,7 +58,8 @@ def yaml_of(page: Page) -> str:
 
 @pytest.mark.ranks
 def test_from_an_empty_directory_to_a_chat_with_the_trained_model(browser: Browser, tmp_path: Path) -> None:
-    rows, root, errors = write_rows(tmp_path), tmp_path / "root", []
+    rows, root = write_rows(tmp_path), tmp_path / "root"
+    errors: list[str] = []
     root.mkdir()
     with studio_of(root) as studio:
         page = opened(browser, studio.url, errors)

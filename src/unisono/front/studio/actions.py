@@ -14,7 +14,7 @@ from unisono.front.board.regions import harmless, shown_verdict
 from unisono.front.board.server import Board
 from unisono.front.studio.audit import AuditLog
 from unisono.front.studio.commands import Commands, shown_plan
-from unisono.front.studio.draft import Draft, changed, draft_of, read_draft
+from unisono.front.studio.draft import ConfigDraft, changed, draft_of, read_draft
 from unisono.front.studio.folders import Folders
 from unisono.front.studio.gate import text_of
 from unisono.front.studio.models import Models
@@ -62,17 +62,17 @@ class Actions:
         shown["notes"] = [translated(note) for note in draft.notes]
         return {**shown, "command": f"unisono train {self._config_name(draft)}"}
 
-    def _draft(self, body: dict[str, Any]) -> Draft:
+    def _draft(self, body: dict[str, Any]) -> ConfigDraft:
         draft, changes = read_draft(text_of(body, "text")), body.get("changes")
         return draft_of(changed(draft.values, changes)) if isinstance(changes, dict) and changes else draft
 
-    def _config_name(self, draft: Draft) -> str:
+    def _config_name(self, draft: ConfigDraft) -> str:
         output = draft.values.get("output_dir")
         return shlex.quote(
             f"{Path(output).name}.yaml" if isinstance(output, str) and output else "train.yaml"
         )
 
-    def _complete(self, body: dict[str, Any]) -> Draft:
+    def _complete(self, body: dict[str, Any]) -> ConfigDraft:
         """A config that may be started.
 
         Raises:
@@ -102,7 +102,7 @@ class Actions:
         body = {name: shown[name] for name in ("rows", "ledger", "lengths", "notes")}
         return {**harmless(body), "problems": []}
 
-    def _written(self, draft: Draft, name: str) -> Path:
+    def _written(self, draft: ConfigDraft, name: str) -> Path:
         path = self.folders.state / "drafts" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, draft.text)

@@ -12,7 +12,7 @@ _WAITING = 4  # chunks that are ready before the client takes them
 _PATIENCE_S = 60.0
 
 
-class _Pipe(io.RawIOBase):
+class _ChunkPipe(io.RawIOBase):
     """Passes on what is written, in chunks; whoever writes waits for the reader."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ def zipped(folder: Path) -> Iterator[bytes]:
     """The files below a directory, without links that lead out of it; not compressed, as weights
     hardly shrink.
     """
-    pipe = _Pipe()
+    pipe = _ChunkPipe()
 
     def write() -> None:
         try:
@@ -51,7 +51,7 @@ def zipped(folder: Path) -> Iterator[bytes]:
         yield chunk
 
 
-def with_end(pipe: _Pipe) -> None:
+def with_end(pipe: _ChunkPipe) -> None:
     """Marks the end, unless nobody reads."""
     try:
         pipe.chunks.put(b"", timeout=_PATIENCE_S)

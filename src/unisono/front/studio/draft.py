@@ -27,7 +27,7 @@ _MAIN = {"model": "model.path", "data": "data.train"}
 
 
 @dataclass(frozen=True)
-class Draft:
+class ConfigDraft:
     """A config that may be unfinished.
 
     Attributes:
@@ -63,7 +63,7 @@ class Draft:
         }
 
 
-def read_draft(text: str) -> Draft:
+def read_draft(text: str) -> ConfigDraft:
     """The config in a text, which stays as it is if it is ours; a file of LLaMA-Factory is
     translated.
 
@@ -79,11 +79,11 @@ def read_draft(text: str) -> Draft:
         if not {*values} <= {*RunConfig.model_fields} and (translated := _translated(text)) is not None:
             return translated
     except UnisonoError as error:
-        return Draft({}, text, [("", problem) for problem in error.problems])
+        return ConfigDraft({}, text, [("", problem) for problem in error.problems])
     return _judged(values, text, lines)
 
 
-def draft_of(values: dict[str, Any]) -> Draft:
+def draft_of(values: dict[str, Any]) -> ConfigDraft:
     """The config with these values, as YAML in the order of the schema."""
     text = dumped(values)
     return _judged(values, text, parse_yaml(text, name=NAME)[1] if values else {})
@@ -172,12 +172,12 @@ def dumped(values: Mapping[str, Any]) -> str:
     return text
 
 
-def _judged(values: dict[str, Any], text: str, lines: dict[KeyPath, int]) -> Draft:
+def _judged(values: dict[str, Any], text: str, lines: dict[KeyPath, int]) -> ConfigDraft:
     try:
         loaded = build_config(values, lines=lines, name=NAME)
     except ConfigError as error:
-        return Draft(values, text, [(_key_of(problem, lines), problem) for problem in error.problems])
-    return Draft(values, text, config=loaded.config)
+        return ConfigDraft(values, text, [(_key_of(problem, lines), problem) for problem in error.problems])
+    return ConfigDraft(values, text, config=loaded.config)
 
 
 def _key_of(problem: Problem, lines: dict[KeyPath, int]) -> str:
@@ -193,7 +193,7 @@ def _key_of(problem: Problem, lines: dict[KeyPath, int]) -> str:
     return _MAIN.get(named, named)
 
 
-def _translated(text: str) -> Draft | None:
+def _translated(text: str) -> ConfigDraft | None:
     """A file of another tool in our terms; None if it is not one."""
     with tempfile.TemporaryDirectory(prefix="unisono-studio-") as folder:
         path = Path(folder) / "pasted.yaml"
@@ -207,7 +207,7 @@ def _translated(text: str) -> Draft | None:
         for one in [*translation.problems, *translation.refusals("train")]
     ]
     notes = [note.replace(f"{folder}/", "") for note in translation.notes()]
-    return Draft(
+    return ConfigDraft(
         draft.values,
         draft.text,
         [*(("", problem) for problem in problems), *draft.problems],

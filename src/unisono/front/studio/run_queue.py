@@ -25,7 +25,7 @@ _MOST_KEPT = 200
 
 
 @dataclass
-class Start:
+class RecordedStart:
     """One start of a run.
 
     Attributes:
@@ -64,7 +64,7 @@ class RunQueue:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self.starts = _read_starts(self._file)
 
-    def add(self, name: str, text: str, *, output_dir: Path, options: list[str]) -> Start:
+    def add(self, name: str, text: str, *, output_dir: Path, options: list[str]) -> RecordedStart:
         """Queues a new run.
 
         Args:
@@ -79,11 +79,11 @@ class RunQueue:
         write_text(path, text)
         return self._queue(start_id, path, output_dir, options)
 
-    def add_again(self, config: Path, *, output_dir: Path, options: list[str]) -> Start:
+    def add_again(self, config: Path, *, output_dir: Path, options: list[str]) -> RecordedStart:
         """Queues a run that exists already: to be resumed, extended, or begun afresh."""
         return self._queue(self._new_id(output_dir.name), config, output_dir, options)
 
-    def _queue(self, start_id: str, config: Path, output_dir: Path, options: list[str]) -> Start:
+    def _queue(self, start_id: str, config: Path, output_dir: Path, options: list[str]) -> RecordedStart:
         if any(
             one.output_dir == str(output_dir) and one.state in ("queued", "running") for one in self.starts
         ):
@@ -92,7 +92,7 @@ class RunQueue:
                 fix="stop it first, or choose another output_dir",
             )
         shown = str(config.relative_to(self._folder)) if config.is_relative_to(self._folder) else str(config)
-        start = Start(start_id, ["train", shown, *options], str(output_dir))
+        start = RecordedStart(start_id, ["train", shown, *options], str(output_dir))
         self.starts.append(start)
         self.look()
         return start
@@ -148,7 +148,7 @@ class RunQueue:
         holder = watched_holder(RunDir(output_dir).lock)
         return holder.pid if holder is not None and holder.host == os.uname().nodename else None
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: RecordedStart) -> None:
         log = self._log(start)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
@@ -160,13 +160,13 @@ class RunQueue:
         self._children[start.id] = process
         start.state, start.pid, start.born = "running", process.pid, _born(process.pid) or 0
 
-    def _lives(self, start: Start) -> bool:
+    def _lives(self, start: RecordedStart) -> bool:
         child = self._children.get(start.id)
         if child is not None:
             return child.poll() is None
         return start.pid > 0 and _born(start.pid) == start.born
 
-    def _log(self, start: Start) -> Path:
+    def _log(self, start: RecordedStart) -> Path:
         return self._state / "logs" / f"{start.id}.jsonl"
 
     def _new_id(self, name: str) -> str:
@@ -182,13 +182,15 @@ class RunQueue:
         write_json(self._file, {"schema": 1, "starts": [asdict(one) for one in self.starts]}, mode=0o600)
 
 
-def _read_starts(path: Path) -> list[Start]:
+def _read_starts(path: Path) -> list[RecordedStart]:
     try:
         records = objects_of(read_object(path).get("starts"))
     except (OSError, ValueError):
         return []
-    names = {one.name for one in fields(Start)}
-    return [Start(**record) for record in records if {"id", "words", "output_dir"} <= {*record} <= names]
+    names = {one.name for one in fields(RecordedStart)}
+    return [
+        RecordedStart(**record) for record in records if {"id", "words", "output_dir"} <= {*record} <= names
+    ]
 
 
 def _born(pid: int) -> int | None:

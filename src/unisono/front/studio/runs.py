@@ -9,7 +9,7 @@ from unisono.base.files import read_object
 from unisono.front.board.server import Board
 from unisono.front.studio.folders import Folders
 from unisono.front.studio.problems import shown_problems
-from unisono.front.studio.run_queue import RunQueue, Start
+from unisono.front.studio.run_queue import RunQueue, RecordedStart
 from unisono.guard.rundir import RunDir
 
 _MOST_SHOWN = 100
@@ -48,7 +48,7 @@ def run_rows(board: Board, queue: RunQueue) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["time"])[:_MOST_SHOWN]
 
 
-def _row_of(start: Start) -> dict[str, Any]:
+def _row_of(start: RecordedStart) -> dict[str, Any]:
     """A start that has no run yet, or never had one."""
     return {
         "name": Path(start.output_dir).name,

@@ -21,7 +21,7 @@ _MOST_TASKS = 50
 
 
 @dataclass
-class Task:
+class PageTask:
     """A command in its process.
 
     Attributes:
@@ -69,13 +69,13 @@ class Tasks:
         self._free = asyncio.Lock()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._waiting: set[asyncio.Task[None]] = set()
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, PageTask] = {}
         self._number = 0
 
-    def start(self, kind: str, run: str, words: list[str], *, out: Path | None = None) -> Task:
+    def start(self, kind: str, run: str, words: list[str], *, out: Path | None = None) -> PageTask:
         """Starts a command as soon as the one before it has ended."""
         self._number += 1
-        task = Task(str(self._number), kind, run, words, out)
+        task = PageTask(str(self._number), kind, run, words, out)
         self.tasks[task.id] = task
         for old in [one.id for one in self.tasks.values() if one.state in ("done", "failed")][:-_MOST_TASKS]:
             del self.tasks[old]
@@ -102,7 +102,7 @@ class Tasks:
         for process in self._processes.values():
             _end(process)
 
-    async def _run(self, task: Task) -> None:
+    async def _run(self, task: PageTask) -> None:
         async with self._free:
             task.state = "running"
             process = await asyncio.create_subprocess_exec(
@@ -119,7 +119,7 @@ class Tasks:
             task.answer = _last_object(output)
             task.state = "done" if process.returncode == 0 else "failed"
 
-    async def _follow(self, task: Task, stream: asyncio.StreamReader | None) -> None:
+    async def _follow(self, task: PageTask, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
         with contextlib.suppress(ValueError):  # a line beyond the limit
             while line := await stream.readline():
