@@ -42,8 +42,8 @@ def studio(
     from unisono.front.cli.board import open_browser, refuse_without_extra, settings_key
 
     refuse_without_extra("unisono studio", why="the server is an extra")
-    from unisono.front.studio.studio_server import serve
     from unisono.front.studio.single import only_server
+    from unisono.front.studio.studio_server import serve
     from unisono.guard.facts.network import bind_listener
 
     folders = [_directory(root) for root in roots or [Path()]]

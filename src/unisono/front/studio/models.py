@@ -24,7 +24,7 @@ _LOOK_S = 5.0
 
 
 @dataclass
-class ServedModel:
+class ChatModel:
     """A model in its process, and its answers in OpenAI's protocol.
 
     Attributes:
@@ -59,9 +59,9 @@ class Models:
 
     def __init__(self, *, idle_s: float = IDLE_S) -> None:
         self._idle_s = idle_s
-        self.loaded: dict[str, ServedModel] = {}
+        self.loaded: dict[str, ChatModel] = {}
 
-    def load(self, target: str, step: int | None) -> ServedModel:
+    def load(self, target: str, step: int | None) -> ChatModel:
         """The model, which may still be loading.
 
         Args:
@@ -83,7 +83,7 @@ class Models:
         )
         addresses = PictureAddresses.of(None, None)
         api = Api(process, name=name, keys=ApiKeys(), addresses=addresses, created=int(time.time()))
-        self.loaded[name] = ServedModel(name, process, api)
+        self.loaded[name] = ChatModel(name, process, api)
         process.start()
         return self.loaded[name]
 
@@ -107,7 +107,7 @@ class Models:
                 if not model.asking and now - model.used > self._idle_s:
                     self.unload(name)
 
-    async def answer(self, model: ServedModel, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, model: ChatModel, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request for a chat completion."""
         model.asking += 1
         try:

@@ -9,7 +9,7 @@ from unisono.base.files import read_object
 from unisono.front.board.server import Board
 from unisono.front.studio.folders import Folders
 from unisono.front.studio.problems import shown_problems
-from unisono.front.studio.run_queue import RunQueue, RecordedStart
+from unisono.front.studio.run_queue import RecordedStart, RunQueue
 from unisono.guard.rundir import RunDir
 
 _MOST_SHOWN = 100
