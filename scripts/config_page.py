@@ -223,11 +223,15 @@ _REWARD = {
     "rewards.path": "[{use: model, ",
     "rewards.device": "[{use: model, path: runs/reward, ",
 }
-"""Of an example its beginning: the reward that has the key."""
+"""Of an example its beginning: the function that has the key."""
+_METRICS = "eval.metrics."
 
 
 def example_line(key: str, value: str) -> str:
     """E.g. `optim: {lr: 1.0e-4}`; of a key of a source with its list."""
+    if key.startswith(_METRICS):
+        listed = example_line(f"rewards.{key.removeprefix(_METRICS)}", value).removeprefix("rewards: ")
+        return f"eval: {{metrics: {listed}}}"
     if key.startswith("rewards."):
         return f"rewards: [{nested(key.removeprefix('rewards.'), value)}]".replace(
             "[{", _REWARD.get(key, "[{")

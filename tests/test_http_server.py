@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from unisono.base.errors import UnfitError
-from unisono.front.http_headers import host_name, origin_host
+from unisono.base.text import host_name
+from unisono.front.http_headers import origin_host
 from unisono.front.http_server import HttpConnection, running_server
 from unisono.guard.facts.network import bind_listener
 

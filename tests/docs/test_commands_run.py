@@ -97,6 +97,7 @@ ELSEWHERE = {
     r"^serve ": "tests/front/serve/test_serve.py",
     r"\d\.toml|^(generate|export) runs/aki |^export aki/": "tests/trainer/diffusion/test_commands.py",
     r"^eval .*--reward": "tests/front/talk/test_reward_evaluation.py",
+    r"^eval runs/my-run": "tests/trainer/training/test_answer_metrics.py",
     r"pictures\.yaml|runs/pictures": "tests/trainer/vision/test_commands.py",
     r"--trust-code$": "tests/front/api/test_own_objective.py",
     r"^board ": "tests/front/board/test_server.py",

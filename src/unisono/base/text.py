@@ -510,3 +510,17 @@ _LEFTOVER = re.compile(
     r"|NODE_RANK|NNODES|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|NCCL_.*|GLOO_.*|PET_.*"
     r"|ACCELERATE_.*|FSDP_.*|DS_.*|DEEPSPEED_.*|MEGATRON_LM_.*|OMPI_COMM_WORLD_.*|PMI_.*|MV2_COMM_WORLD_.*)$"
 )
+
+
+_HOST = re.compile(
+    r"(?:(?P<name>[A-Za-z0-9._-]{1,253})|\[(?P<v6>[0-9A-Fa-f:.]{2,45})\])(?::\d{1,5})?", re.ASCII
+)
+
+
+def host_name(header: str | None) -> str | None:
+    """The name or address in a Host header, in lower case and without its port (RFC 9110, 7.2).
+
+    None if the header is missing or not valid.
+    """
+    match = _HOST.fullmatch(header or "")
+    return (match["name"] or match["v6"]).lower() if match else None

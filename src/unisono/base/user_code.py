@@ -16,13 +16,17 @@ def own_class(name: str) -> tuple[Path, str] | None:
     return (Path(path), kind) if colon and path.endswith(".py") else None
 
 
+FUNCTIONS_OF = ("reward", "metric")
+"""What of the user's own is a function, and called in processes of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnCode:
-    """A class, or the function of a reward, of the user's own that a config names.
+    """A class, or the function of a reward or metric, of the user's own that a config names.
 
     Attributes:
         key: of the config; that of a reward is `rewards.` and its index.
-        what: objective, optimizer, reward or environment.
+        what: objective, optimizer, reward, metric or environment.
         path: of the file.
         name: of the class or function.
     """
@@ -34,11 +38,17 @@ class OwnCode:
 
 
 def own_code(
-    *, objective: str, optimizer: str, rewards: Sequence[str] = (), environment: str = ""
+    *,
+    objective: str,
+    optimizer: str,
+    rewards: Sequence[str] = (),
+    metrics: Sequence[str] = (),
+    environment: str = "",
 ) -> list[OwnCode]:
     """The user's own classes and functions among values of a config."""
     values = [("objective", "objective", objective), ("optim.kind", "optimizer", optimizer)]
     values += [(f"rewards.{number}", "reward", reward) for number, reward in enumerate(rewards)]
+    values += [(f"eval.metrics.{number}", "metric", metric) for number, metric in enumerate(metrics)]
     values.append(("rollout.environment.use", "environment", environment))
     return [
         OwnCode(key, what, *class_parts) for key, what, value in values if (class_parts := own_class(value))

@@ -1,20 +1,8 @@
-"""Names of hosts in the Host and Origin headers of requests."""
+"""Hosts of the Origin headers of requests."""
 
-import re
 from urllib.parse import urlsplit
 
-_HOST = re.compile(
-    r"(?:(?P<name>[A-Za-z0-9._-]{1,253})|\[(?P<v6>[0-9A-Fa-f:.]{2,45})\])(?::\d{1,5})?", re.ASCII
-)
-
-
-def host_name(header: str | None) -> str | None:
-    """The name or address in a Host header, in lower case and without its port (RFC 9110, 7.2).
-
-    None if the header is missing or not valid.
-    """
-    match = _HOST.fullmatch(header or "")
-    return (match["name"] or match["v6"]).lower() if match else None
+from unisono.base.text import host_name
 
 
 def origin_host(header: str) -> str | None:

@@ -63,7 +63,7 @@ DIRECTORIES = {
 }
 """Where a directory is what is asked for."""
 
-FUNCTIONS = {"--reward"}
+FUNCTIONS = {"--reward", "--metric"}
 """Options that take FILE.py:FUNCTION."""
 SOURCES = [f"data.{part}[]." for part in ("train", "eval")]
 CAPTION_TEXTS = (
@@ -75,7 +75,7 @@ CAPTION_TEXTS = (
 )
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
-    "rewards", "rewards[].column", "rewards[].pattern", "rewards[].tags", "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
+    "rewards", *(f"{functions}[].{name}" for functions in ("rewards", "eval.metrics") for name in ("column", "pattern", "tags")), "eval.metrics", "checkpoint.best", "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
     *(f"diffusion.{name}" for name in CAPTION_TEXTS),
     *(f"{source}pictures.{name}" for source in SOURCES for name in ("caption", *CAPTION_TEXTS)),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in
@@ -93,8 +93,9 @@ OWN_CODE = ("objective", "optim.kind", "rollout.environment", "rollout.environme
 """Those with a file of code, and a class in it."""
 REWARD_KEYS: dict[str, tuple[str, str]] = {
     "rewards[].use": ("{0}.py:score", ".py"), "rewards[].schema": ("{0}", ""), "rewards[].path": ("{0}", ""),
+    "eval.metrics[].use": ("{0}.py:score", ".py"), "eval.metrics[].schema": ("{0}", ""),
 }  # fmt: skip
-"""Keys of a reward with the form of a path, and its suffix."""
+"""Keys of a reward or metric with the form of a path, and its suffix."""
 FOLDER_KEYS = {"diffusion.prior", "data.media_dir", *(f"{source}media_dir" for source in SOURCES)}
 """Keys of folders of pictures: the first needs a pipeline before it is read, and the others may be
 any directory.
@@ -260,11 +261,12 @@ def test_every_path_in_a_config(place: Path) -> None:
     for key, (form, suffix) in REWARD_KEYS.items():
         for kind in KINDS:
             path = make(kind, place / f"{kind}-{key}{suffix}")
-            name = key.removeprefix("rewards[].")
+            functions, _, name = key.partition("[].")
             entry = {"use": "model" if name == "path" else "json_schema"} | {
                 name: form.format(path.removesuffix(suffix))
             }
-            overrides = ["objective=grpo", f"rewards={json.dumps([entry])}", "data.train=rows.jsonl"]
+            objective = ["objective=grpo"] if functions == "rewards" else ["data.eval=1"]
+            overrides = [*objective, f"{functions}={json.dumps([entry])}", "data.train=rows.jsonl"]
             commands.append((["train", "c.yaml", *overrides, "--trust-code", "--dry-run"], path))
     for key, more in CONFIG_KEYS.items():
         source, is_source, _ = key.partition("[].")

@@ -15,7 +15,8 @@ from tests import front_server
 from tests.front.talk.conftest import Listening
 from tests.trainer.objectives.grpo import rewards
 from unisono.base.errors import EndedByVerdict, UsageError
-from unisono.front.cli.reward_evaluation import read_rewards, reward_lines
+from unisono.front.cli.reward_evaluation import read_functions, reward_lines
+from unisono.trainer.config.rollout_sections import RewardSection
 from unisono.trainer.plan.task_requests import EvaluateRewardsRequest, RequestedModel
 from unisono.trainer.task import reward_evaluation
 
@@ -42,7 +43,7 @@ def sections(tmp_path: Path) -> dict[str, Any]:
 
 def evaluated(target: object, folder: Path, *, said: Listening | None = None, **more: Any) -> dict[str, Any]:
     settings = {"data": None, "trust_code": True, "cache_dir": folder / "cache", **more}
-    settings["rewards"] = read_rewards(settings.get("rewards", ()))
+    settings["rewards"] = read_functions(RewardSection, settings.get("rewards", ()), "--reward")
     request = EvaluateRewardsRequest(model=RequestedModel(str(target)), **settings)
     return dict(reward_evaluation.run(request, said or Listening()))
 
@@ -198,7 +199,7 @@ def test_answers_longer_than_the_model_are_refused(
 )
 def test_a_wrong_reward_of_the_command_line_is_refused(text: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem) as refused:
-        read_rewards([text])
+        read_functions(RewardSection, [text], "--reward")
     assert refused.value.problems[0].where == "--reward"
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.trainer.objectives.text_scores import bleu, exact_match, rouge_l, similarity
 from unisono.trainer.task.evaluate import llamafactory_rouge
-from unisono.trainer.training.evaluation import bleu, differs, exact_match, rouge_l, similarity, text_of
+from unisono.trainer.training.evaluation import differs, text_of
 
 TEXTS = st.text(max_size=40)
 PAIRS = st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6)

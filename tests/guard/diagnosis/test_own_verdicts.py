@@ -21,6 +21,7 @@ STALL_OF_ALL = (
 STALL_IN_CHINESE = "unisono：警告：rank 2，node 0 (a) 在休眠或等待，没有返回  [user_code_stuck]（修复代码。）"
 MOVES = "unisono: the ranks move again after 20 s: rank 2, node 0 (a) sleeps or waits, and does not return"
 VERDICT = "unisono: rank 1, node 0 (a) was killed by SIGKILL  [rank_killed]"
+PICTURE = "unisono: the picture pictures/9.png of data/train.jsonl:10 cannot be read any more: {why}  [picture_changed]"
 BLOCK = "WHAT      ranks 1 and 3 were killed by SIGKILL  [rank_killed]"
 BLOCK_IN_CHINESE = "问题      rank 1，node 0 (a) 被 SIGKILL 杀死  [rank_killed]"
 
@@ -42,6 +43,8 @@ def diagnosed(*lines: str) -> tuple[str, list[int]]:
         ([STALL.format(age=20), MOVES, STALL.format(age=5)], "user_code_stuck", [2]),
         ([STALL.format(age=5), VERDICT], "rank_killed", [1]),
         ([BLOCK], "rank_killed", [1, 3]),
+        ([PICTURE.format(why="it has changed since its row was prepared")], "picture_changed", []),
+        ([PICTURE.format(why="it cannot be read: No such file or directory")], "picture_changed", []),
         ([BLOCK_IN_CHINESE], "rank_killed", [1]),
     ],
 )

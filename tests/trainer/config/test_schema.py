@@ -30,7 +30,12 @@ def test_the_keys_that_name_files_are_declared_in_the_schema() -> None:
     marks = path_keys(RunConfig)
     optional = {"adapter.from", "adapter.merge", "preference.reference", "diffusion.prior"}
     inputs = {"model.path", "model.tokenizer", "data.train", "data.eval", "data.template", "data.media_dir"}
-    assert set(marks) == optional | inputs | {"output_dir", "rewards.schema", "rewards.path"}
+    assert set(marks) == optional | inputs | {
+        "output_dir",
+        "rewards.schema",
+        "rewards.path",
+        "eval.metrics.schema",
+    }
     assert {key for key, mark in marks.items() if mark.shows_absence} == optional
     assert {key for key, mark in marks.items() if mark.is_output} == {"output_dir"}
 
@@ -111,6 +116,7 @@ def test_a_limit_says_why_and_which_objectives_take_the_value(limit: Limit) -> N
         "adapter.merge": ["a"],
         "adapter.modules_to_save": ["a"],
         "eval.exact_match": True,
+        "eval.metrics": ["exact"],
     }
     others |= {"eval.samples": 1, "optim.label_smoothing": 0.1, "model.embedding_noise": 1.0}
     others["adapter.dropout"] = 0.1
@@ -186,6 +192,37 @@ def test_rewards_and_rollouts_that_contradict_each_other_are_refused(
     make(**usual)
     with pytest.raises(ValueError, match=re.escape(problem)):
         make(**(usual | change))
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        (
+            {"eval": {"metrics": ["exat"]}},
+            "eval.metrics.0.use: there is no metric exat; did you mean `exact`?",
+        ),
+        ({"eval": {"metrics": ["model"]}}, "eval.metrics.0.use: there is no metric model"),
+        ({"eval": {"metrics": ["regex"]}}, "eval.metrics.0.pattern: regex needs it"),
+        ({"eval": {"metrics": [{"use": "exact", "weight": 2}]}}, "eval.metrics.0.weight"),
+        ({"eval": {"metrics": ["m.py:loss"]}}, "eval.metrics.0: the name loss is taken"),
+        ({"checkpoint": {"best": "f1"}}, "checkpoint.best: f1 is not a metric of this run"),
+        ({"objective": "dpo", "eval": {"metrics": ["exact"]}}, "eval.metrics: objective dpo does not use it"),
+        (
+            {"data": {"train": "x.jsonl"}, "eval": {"metrics": ["exact"]}},
+            "eval.metrics: there is no evaluation data",
+        ),
+    ],
+)
+def test_metrics_that_cannot_be_measured_are_refused(sections: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(text)):
+        make(**{"data": {"train": "x.jsonl", "eval": 4}, **sections})
+
+
+def test_metrics_are_taken_and_written() -> None:
+    metrics = ["exact", {"use": "length", "max": 5}, "m.py:f1"]
+    config = make(data={"train": "x.jsonl", "eval": 4}, eval={"metrics": metrics}, checkpoint={"best": "f1"})
+    assert config.best_metric == "f1"
+    assert RunConfig.model_validate(config.model_dump(by_alias=True)).eval == config.eval
 
 
 def test_a_server_that_samples_is_taken_and_written() -> None:

@@ -259,7 +259,7 @@ def test_a_key_that_the_template_reads_is_known(own: Sources, tmp_path: Path) ->
 
 def test_the_known_names_are_those_that_the_formats_read() -> None:
     read = {name for needed, optional in COLUMNS.values() for name in (*needed, *optional)}
-    assert read | {"chosen", "rejected", "label"} | set(MEDIA) == set(COLUMN_NAMES)
+    assert read | {"chosen", "rejected", "label", "objects"} | set(MEDIA) == set(COLUMN_NAMES)
     assert set(READABLE) == set(get_args(FormatName))
 
 

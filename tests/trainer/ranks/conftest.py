@@ -47,7 +47,10 @@ _ROUTED: dict[str, Any] = {
 }  # fmt: skip
 _WEIGHTED = "weighted"  # rows of several answers, some of which count in part
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
+    "lora": {
+        "data": {"eval": 0.1},
+        "eval": {"every": "10 steps", "exact_match": True, "samples": 1, "metrics": [f"{rewards.__file__}:longer", "rouge_l", "bleu"]},
+    },
     "dropout": {"adapter": {"dropout": 0.1}},
     "full": {"adapter": None, "optim": {"lr": 1e-3}, "memory": {"gradient_checkpointing": True}},
     "compact": {"adapter": None, "optim": {"lr": 1e-3, "state_dtype": "bfloat16"}, "duration": "10 steps"},

@@ -38,6 +38,19 @@ def test_two_ranks_give_the_losses_of_one(alone: dict[str, Done], two: Runs, kin
 
 
 @pytest.mark.parametrize("way", _WAYS)
+def test_metrics_of_answers_do_not_depend_on_the_ranks(alone: dict[str, Done], two: Runs, way: str) -> None:
+    def figures(run: Done) -> list[tuple[float, ...]]:
+        lines = [line for line in run.metrics if "eval_loss" in line]
+        return [tuple(line[f"eval_{name}"] for name in ("longer", "rouge_l", "bleu")) for line in lines]
+
+    assert len(figures(alone["lora"])) == 2
+    for mine, other in zip(figures(two["lora", way, 2]), figures(alone["lora"]), strict=True):
+        assert mine == pytest.approx(other, abs=1e-12)
+    result = two["lora", way, 2].result["eval"]
+    assert {"longer_before", "longer", "rouge_l_before", "rouge_l"} <= result.keys()
+
+
+@pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("kind", PREFERENCES)
 def test_two_ranks_give_the_metrics_of_preferences_of_one(
     alone: dict[str, Done], two: Runs, kind: str, way: str

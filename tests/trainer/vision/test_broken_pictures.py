@@ -4,8 +4,11 @@ anything starts, or read as it should be.
 Run: pytest tests/trainer/vision/test_broken_pictures.py
 """
 
+import contextlib
 import json
+import os
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from tests.trainer.vision.broken import BROKEN, ODD, PNG
 from tests.trainer.vision.conftest import Gallery
 from unisono.base.errors import DataError
 from unisono.trainer.data import PictureSource
-from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
+from unisono.trainer.data.pictures.decoder import Broken, Decoded, DecoderProcess, decode_all
 from unisono.trainer.data.pictures.decoding import decoding, upright_rgb
 from unisono.trainer.data.pictures.store import read_pictures
 
@@ -113,6 +116,26 @@ def test_a_decoder_that_dies_takes_no_other_picture_with_it(tmp_path: Path) -> N
     assert isinstance(good, Decoded)
 
 
+def test_a_decoder_that_is_killed_makes_one_picture_bad_and_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(PNG)
+    source = PictureSource(str(tmp_path / "good.png"), None, "good.png")
+
+    with contextlib.closing(DecoderProcess()) as decoder:
+        assert isinstance(decoder.decode(source), Decoded)
+        (child,) = children_of(os.getpid(), "unisono.trainer.data.pictures.decoder")
+        os.kill(child, signal.SIGKILL)
+        broken, again = decoder.decode(source), decoder.decode(source)
+
+    assert broken == Broken("decoding it ended its process (-9)")
+    assert isinstance(again, Decoded)
+
+
+def children_of(parent: int, word: str) -> list[int]:
+    """Processes that this one started, with a word in their command line."""
+    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in listed if word in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -120,12 +143,13 @@ def test_a_decoder_that_dies_takes_no_other_picture_with_it(tmp_path: Path) -> N
         (_row("a.png", text="<image> and <image>"), "more places"),
         (_row("a.png", "a.png", text="<image> alone"), "2 pictures, and 1 place"),
         (_row(text="<image> of nothing"), "has no picture"),
-        (_row("https://example.com/a.png"), "is a URL"),
+        (_row("https://example.com/a.png"), "example.com is not among the hosts of data.image_hosts"),
         (_row("data:image/png;base64,@@@"), "not valid base64"),
         (_row("data:image/png,raw"), "not base64"),
-        ({**_row("a.png"), "videos": ["a.mp4"]}, "a video in the column videos"),
+        ({**_row("a.png"), "videos": ["a.mp4"]}, "it has 1 video, and no places for them"),
+        ({**_row("a.png"), "audios": ["a.wav"]}, "a recording in the column audios"),
     ],
-    ids=["no-place", "one-too-few", "one-too-many", "none", "url", "base64", "raw", "video"],
+    ids=["no-place", "one-too-few", "one-too-many", "none", "url", "base64", "raw", "video", "recording"],
 )  # fmt: skip
 def test_places_and_pictures_must_match(
     gallery: Gallery, tmp_path: Path, row: Mapping[str, Any], why: str | None

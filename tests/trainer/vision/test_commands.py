@@ -47,6 +47,23 @@ def _run(folder: Path, *words: str) -> str:
     return str(done.stdout) + str(done.stderr)
 
 
+def test_a_pair_is_shown_with_its_pictures_once(folder: Path) -> None:
+    row = {
+        "prompt": "<image>what is this?",
+        "chosen": "a square",
+        "rejected": "a dog",
+        "images": ["pictures/0.png"],
+    }
+    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+
+    shown = _run(
+        folder, "data", "preview", "pictures.yaml", "objective=dpo", "eval.exact_match=false", "--rows", "3"
+    )
+
+    assert shown.count("picture pictures/0.png: 96 × 64, 16 tokens") == 3
+    assert shown.count("<image> × 16") == 6
+
+
 def test_the_commands_of_the_page_work_one_after_the_other(folder: Path) -> None:
     shown = _run(folder, "data", "preview", "pictures.yaml")
     assert "picture pictures/0.png: 96 × 64, 16 tokens" in shown

@@ -121,6 +121,10 @@ def llamafactory(folder: Path, **keys: Any) -> Path:
         "shapes": {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags},
         "texts": {"file_name": "texts.jsonl"},
     }
+    pairs = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected", "images": "images"}
+    entries["pairs"] = {
+        "file_name": "pairs.jsonl", "formatting": "sharegpt", "ranking": True, "columns": pairs,
+    }  # fmt: skip
     (folder / "dataset_info.json").write_text(json.dumps(entries))
     (folder / "texts.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
     values = {
@@ -166,6 +170,33 @@ def test_keys_of_pictures_have_no_effect_on_texts(rows: Path) -> None:
         "image_max_pixels",
         "freeze_vision_tower",
     }
+
+
+def test_its_pairs_with_pictures_train_by_its_own_file(gallery: Gallery, rows: Path) -> None:
+    pairs = [
+        {
+            "conversations": [{"from": "human", "value": f"<image>{QUESTION}"}],
+            "chosen": {"from": "gpt", "value": ANSWER},
+            "rejected": {"from": "gpt", "value": "a dog"},
+            "images": ["a.png"],
+        }
+    ] * 4
+    (rows.parent / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
+    config: Any = read_llamafactory(llamafactory(rows.parent, dataset="pairs", stage="dpo")).config
+    assert not read_llamafactory(llamafactory(rows.parent, dataset="pairs", stage="dpo")).problems
+    data = {
+        "train": config["data"]["train"],
+        "template": config["data"]["template"],
+        "media_dir": config["data"]["media_dir"],
+    }
+
+    done = gallery.alone(gallery.plan("qwen2_5_vl", objective=config["objective"], data=data))
+
+    assert done.plan.config.objective == "dpo"
+    assert done.plan.data.ledger["pictures"] == 4
+    assert done.losses[-1] < done.losses[0]
+    (problem,) = read_llamafactory(llamafactory(rows.parent, dataset="pairs", stage="rm")).problems
+    assert "stages sft, dpo and kto" in problem.why
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ def _parts(content: str) -> list[dict[str, str]]:
     return parts
 
 
-class _Collator:
+class Collator:
     """The batch of rows: all through the processor at once, labels at answers with their end."""
 
-    def __init__(self, processor: Any, folder: Path) -> None:
-        self._processor, self._folder = processor, folder
+    def __init__(self, processor: Any, folder: Path, *, last_only: bool = False) -> None:
+        self._processor, self._folder, self._last_only = processor, folder, last_only
 
     def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         messages = [self._messages(row) for row in rows]
@@ -45,7 +45,7 @@ class _Collator:
         batch = self._called(texts, rows)
         labels = torch.full_like(batch["input_ids"], -100)
         for number, (row, turns) in enumerate(zip(rows, messages, strict=True)):
-            for last in range(1, len(turns), 2):
+            for last in [len(turns) - 1] if self._last_only else range(1, len(turns), 2):
                 before = self._length(row, turns[:last], prompt=True)
                 end = self._length(row, turns[: last + 1], prompt=False) - 1  # a newline follows
                 labels[number, before:end] = batch["input_ids"][number, before:end]
@@ -73,7 +73,7 @@ def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu") -> list[float]:
     """The losses of plain transformers and peft, in the dtype of the plan."""
     directory = Path(plan.model.directory)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    collate = _Collator(processor_of(directory), file.parent)
+    collate = Collator(processor_of(directory), file.parent)
     base = AutoModelForImageTextToText.from_pretrained(directory, dtype=getattr(torch, plan.dtype))
     targets = r".*(language_model|text_model).*(q|k|v|o|gate|up|down)_proj"
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)

@@ -17,6 +17,7 @@ from tests.trainer.vision.broken import PNG, saved
 from tests.trainer.vision.conftest import Gallery
 from tests.vision_models import draw
 from unisono.base.errors import DataError
+from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.pictures.store import read_pictures
 from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 
@@ -157,6 +158,72 @@ def test_paths_begin_in_media_dir_if_it_is_set(gallery: Gallery, folder: Path, t
     assert plan.data.ledger["pictures"] == 2
 
 
+METADATA: dict[str, list[Row]] = {
+    "messages": [{"file_name": "a.png", "messages": _turns(FIRST, ANSWERS[0])}],
+    "question and answer": [{"file_name": "a.png", "question": FIRST, "answer": ANSWERS[0]}],
+    "prompt and completion": [{"file_name": "a.png", "prompt": FIRST, "completion": ANSWERS[0]}],
+    "a place": [{"file_name": "a.png", "instruction": f"<image>{FIRST}", "output": ANSWERS[0]}],
+}
+
+
+_KINDS = [(rows, kind) for rows in METADATA for kind in ("jsonl", "csv", "parquet")]
+_KINDS.remove(("messages", "csv"))  # a field of CSV holds no list
+
+
+@pytest.mark.parametrize(("rows", "kind"), _KINDS)
+def test_a_folder_with_a_metadata_file_is_read_as_hugging_face_does(
+    gallery: Gallery, folder: Path, rows: str, kind: str
+) -> None:
+    tagged = {"messages": _turns(f"<image>{FIRST}", ANSWERS[0]), "images": ["a.png"]}
+    wanted = _prepared(gallery, _written(folder, tagged))
+    (folder / "rows.jsonl").unlink()
+    _write_metadata(folder, METADATA[rows], kind)
+
+    assert _prepared(gallery, folder) == wanted
+
+
+def _write_metadata(folder: Path, rows: list[Row], kind: str) -> None:
+    file = folder / f"metadata.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), file)
+    elif kind == "csv":
+        cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+        file.write_text("".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in cells))
+    else:
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_each_metadata_file_names_the_pictures_of_its_own_folder(gallery: Gallery, folder: Path) -> None:
+    for name, data in (("one", PNG), ("two", OTHER)):
+        (folder / name).mkdir()
+        (folder / name / "a.png").write_bytes(data)
+        row = {"file_names": ["a.png", "../b.png"], "question": FIRST, "answer": ANSWERS[0]}
+        _write_metadata(folder / name, [row], "jsonl")
+
+    plan = gallery.plan("llava", data={"train": f"{folder}/*/metadata.jsonl"}, duration="1 steps")
+
+    table = Path(plan.data.cache_dir)
+    widths = [[read_pictures(table)[n].width for n in numbers] for numbers in read_picture_numbers(table)]
+    assert widths == [[96, 64], [64, 64]]
+    assert "file_names" not in plan.data.formats[0].partition("not read")[2]
+    assert not [line for line in plan.data.warnings if "no place" in line]
+
+
+def test_rows_of_a_metadata_file_without_their_pictures(gallery: Gallery, folder: Path) -> None:
+    rows: list[Row] = [
+        {"file_name": name, "question": FIRST, "answer": ANSWERS[0]} for name in ("a.png", "none.png")
+    ]
+    _write_metadata(folder, rows, "jsonl")
+    with pytest.raises(DataError) as caught:
+        _prepared(gallery, folder)
+    assert [problem.where for problem in caught.value.problems] == [f"{folder}/metadata.jsonl:2"]
+    assert "none.png cannot be used: there is no such file" in caught.value.problems[0].why
+
+    source = [{"path": str(folder), "columns": {"images": None}}]
+    plan = gallery.plan("llava", data={"train": source}, batch={"global": 1, "micro": 1})
+    assert "pictures" not in plan.data.ledger
+
+
 def test_bounds_of_a_part_go_before_those_of_the_config(gallery: Gallery, folder: Path) -> None:
     row = {"messages": _turns(_part(FIRST, type="image", image="a.png", max_pixels=1500), ANSWERS[0])}
 
@@ -186,11 +253,36 @@ def test_the_model_of_a_run_without_pictures_is_as_before(gallery: Gallery, fold
     assert "pictures" not in plan.data.ledger
 
 
-@pytest.mark.parametrize(("objective", "why"), [("dpo", "objective dpo trains on text only")])
-def test_other_objectives_refuse_pictures(gallery: Gallery, folder: Path, objective: str, why: str) -> None:
-    row = {"prompt": FIRST, "chosen": "yes", "rejected": "no", "images": ["a.png"]}
+_PROMPTS: dict[str, Row] = {
+    "text": {"prompt": f"<image>{FIRST}"},
+    "without-place": {"prompt": FIRST},
+    "messages": {"prompt": _turns(f"<image>{FIRST}")},
+    "trl-parts": {"prompt": _turns(_part(FIRST, type="image"))},
+    "question": {"question": f"<image>{FIRST}", "answer": "a <image> of nothing"},
+    "with-answer": {"messages": _turns(f"<image>{FIRST}", ANSWERS[0])},
+    "alpaca": {"instruction": f"<image>{FIRST}", "output": ANSWERS[0]},
+}
 
-    with pytest.raises(DataError) as caught:
-        gallery.plan("llava", objective=objective, data={"train": str(_written(folder, row))})
 
-    assert why in caught.value.problems[0].why
+@pytest.mark.parametrize("name", _PROMPTS)
+def test_prompts_of_rewards_have_pictures_too(gallery: Gallery, folder: Path, name: str) -> None:
+    more: dict[str, Any] = {
+        "objective": "grpo", "rewards": ["exact"], "rollout": {"group": 2, "max_new_tokens": 5},
+        "batch": {"global": 2, "micro": 1},
+    }  # fmt: skip
+    file = _written(folder, {**_PROMPTS[name], "images": ["a.png"], "solution": "red"})
+
+    plan = gallery.plan("llava", data={"train": str(file), "packing": False}, **more)
+
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    processor = PictureProcessor(gallery.model("llava"))
+    template = processor.processor.tokenizer.chat_template or processor.template
+    wanted = processor.processor.tokenizer.apply_chat_template(
+        _turns("<image>" * 16 + FIRST), chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    assert processor.processor.tokenizer.decode(table.row(0)[0]) == wanted
+    assert read_picture_numbers(Path(plan.data.cache_dir)) == [[0]]
+    record: dict[str, Any] = table.record(0)
+    assert record["columns"]["images"] == [str(folder / "a.png")]
+    assert record["columns"]["solution"] == "red"
+    assert "<image>" + FIRST in json.dumps(record["prompt"])

@@ -23,10 +23,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from unisono.base.text import host_name
 from unisono.front.board.follow import FollowedRun, find_runs, is_run
 from unisono.front.board.page import NO_ICON, STATIC, page_html
 from unisono.front.board.regions import REGIONS, ROLLOUTS, Region, list_runs, read_picture, show_region
-from unisono.front.http_headers import host_name, origin_host
+from unisono.front.http_headers import origin_host
 from unisono.front.http_server import HttpConnection, address_of, running_server
 
 LOOK_S = 0.3

@@ -454,8 +454,42 @@ def evaluate(
         ),
     ] = None,
     trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Execute your own reward functions.")
+        bool,
+        typer.Option("--trust-code", help="Execute your own reward and metric functions, and task files."),
     ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            metavar="TASK,…",
+            help="Evaluate benchmarks of lm-eval, by their names or task files, instead of --data.",
+            show_default=False,
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --tasks: examples before each question; default: as each task has it.",
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="With --tasks: write questions in the chat template.")
+    ] = False,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="METRIC",
+            help=(
+                "Measure this function of answers instead of the eval.metrics of the run, as in a config: exact,"
+                " FILE.py:FUNCTION, '{use: length, max: 60}'; may be repeated."
+            ),
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Measure loss and perplexity over the loss tokens, and exact match, ROUGE-L and BLEU of greedy
     answers.
@@ -464,15 +498,25 @@ def evaluate(
     chosen and rejected answers. With --rewards: the mean reward, and pass@k, the probability that
     one of k answers has at least the reward --threshold.
 
+    Each metric of the run's eval.metrics, or of --metric, has its mean over the answers. With
+    --tasks: the figures of benchmarks.
+
     A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers
     are written to its output_dir.
     """
     import json
 
     from unisono.base.files import write_text
+    from unisono.front.cli.benchmarks import refuse_options_of_tasks
     from unisono.front.cli.llamafactory_file import read_inference_file
-    from unisono.front.cli.reward_evaluation import read_rewards, refuse_options_of_rewards, show_rewards
+    from unisono.front.cli.reward_evaluation import (
+        read_functions,
+        refuse_options_of_rewards,
+        show_rewards,
+    )
     from unisono.guard.facts import read_environment
+    from unisono.trainer.config.answer_functions import MetricSection
+    from unisono.trainer.config.rollout_sections import RewardSection
     from unisono.trainer.plan.task_requests import EvaluateRequest, EvaluateRewardsRequest, RequestedModel
 
     if out is not None:
@@ -480,12 +524,37 @@ def evaluate(
     cache_dir = read_environment().cache_dir
     given = read_inference_file(target, overrides or [])
     model = replace(given.model if given else RequestedModel(target), step=step)
+    if tasks is not None:
+        from unisono.front.cli.benchmarks import refuse_other_options, show_tasks
+        from unisono.trainer.plan.task_requests import EvaluateTasksRequest
+
+        refuse_other_options(context)
+        request_of_tasks = EvaluateTasksRequest(
+            model=model,
+            tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
+            shots=shots,
+            limit=limit,
+            chat=chat_template,
+            samples=out is not None,
+            trust_code=trust_code,
+        )
+        show_tasks(_run_task(request_of_tasks), out)
+        return
+    refuse_options_of_tasks(context)
+    if metric and (rewards or reward):
+        from unisono.base.errors import UsageError
+
+        raise UsageError.of(
+            "--metric has no effect with rewards",
+            where="--metric",
+            fix="pass it as --reward, or omit --rewards",
+        )
     if rewards or reward:
         request = EvaluateRewardsRequest(
             model=model,
             data=data,
             cache_dir=cache_dir,
-            rewards=read_rewards(reward or ()),
+            rewards=read_functions(RewardSection, reward or (), "--reward"),
             samples=samples,
             threshold=threshold,
             temperature=temperature,
@@ -504,7 +573,15 @@ def evaluate(
 
         raise UsageError.of("there are no rows to evaluate", where="--data", fix="add --data FILE")
     result = _run_task(
-        EvaluateRequest(model=model, data=data, cache_dir=cache_dir, limit=limit, each=out is not None)
+        EvaluateRequest(
+            model=model,
+            data=data,
+            cache_dir=cache_dir,
+            limit=limit,
+            each=out is not None,
+            metrics=read_functions(MetricSection, metric or (), "--metric"),
+            trust_code=trust_code,
+        )
     )
     printer = output()
     if out is not None:
@@ -563,7 +640,8 @@ def table(result: "Evaluated", data: str) -> list[str]:
     note = ", ".join(f"{count} {name}" for name, count in lost.items() if count)
     lines = [f"{one_line(result['description'])}, on {one_line(data)}"]
     lines += [f"  {text}" for text in result["formats"]]
-    for name, label in _LABELS.items():
+    labels = _LABELS | {name: _metric_label(name) for name in figures if name.startswith("metric_")}
+    for name, label in labels.items():
         if name not in figures:
             continue
         value = figures[name]
@@ -579,6 +657,12 @@ def table(result: "Evaluated", data: str) -> list[str]:
             f"  {label:<17} {shown}" + (f"   ({note})" if name in ("rows", "pairs") and note else "")
         )
     return lines
+
+
+def _metric_label(name: str) -> str:
+    from unisono.base.text import one_line
+
+    return one_line(name.removeprefix("metric_"), limit=40)
 
 
 class AnswerWriter:

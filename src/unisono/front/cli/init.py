@@ -484,12 +484,12 @@ def preview_lines(previewed: "Preview", *, width: int = 0) -> list[Line]:
 def _parts(row: "ShownRow") -> "list[ShownRow]":
     """The rows to show of a row: of a preference row both."""
     if "chosen" in row:
-        lost = row.get("not_rendered", [])  # the same prompt
+        lost, pictures = row.get("not_rendered", []), row.get("pictures", [])  # the same prompt
         sides: list[ShownRow] = [
             {**side, "row": f"{row['row']} {name}"}
             for name, side in (("chosen", row["chosen"]), ("rejected", row["rejected"]))
         ]
-        return [sides[0], {**sides[1], "not_rendered": lost}]
+        return [sides[0], {**sides[1], "not_rendered": lost, "pictures": pictures}]
     if "kl" in row:
         name = "desirable" if row["desirable"] else "undesirable"
         rated: ShownRow = {**row, "row": f"{row['row']} {name}"}

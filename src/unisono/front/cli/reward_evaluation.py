@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import typer
 import yaml
@@ -13,12 +14,13 @@ from unisono.base.files import write_text
 from unisono.base.text import one_line, show_count
 from unisono.front.cli.llamafactory_file import is_typed
 from unisono.front.cli.output import output
+from unisono.trainer.config.answer_functions import AnswerFunction, function_contradictions
 from unisono.trainer.config.problems import problems_of
-from unisono.trainer.config.rollout_sections import RewardSection, reward_contradictions
 from unisono.trainer.config.yaml_file import KeyPlaces
 from unisono.trainer.plan.task_requests import RewardsEvaluated
 
-_OF_REWARDS = ("samples", "threshold", "temperature", "max_tokens", "trust_code")
+Function = TypeVar("Function", bound=AnswerFunction)
+_OF_REWARDS = ("samples", "threshold", "temperature", "max_tokens")
 _LABELS = {"answer_tokens": "answer tokens", "no_reward": "without reward"}
 _SHARES = ("truncated", "no_reward")
 
@@ -40,32 +42,34 @@ def refuse_options_of_rewards(context: typer.Context) -> None:
             )
 
 
-def read_rewards(texts: Sequence[str]) -> tuple[RewardSection, ...]:
-    """The rewards of `--reward`, each a name, or the section of a config in one line.
+def read_functions(kind: type[Function], texts: Sequence[str], option: str) -> tuple[Function, ...]:
+    """The functions of `--reward` or `--metric`, each a name, or the section of a config in one
+    line.
 
     Raises:
-        UsageError: if one is not a reward.
+        UsageError: if one is not such a function.
     """
+    name = option.removeprefix("--")
     try:
-        raw: dict[str, object] = {"rewards": [yaml.safe_load(text) for text in texts]}
+        raw: dict[str, object] = {name: [yaml.safe_load(text) for text in texts]}
     except yaml.YAMLError:
         raise UsageError.of(
-            "a reward is not YAML", where="--reward", fix="write e.g. --reward '{use: length, max: 60}'"
+            f"a {name} is not YAML", where=option, fix=f"write e.g. {option} '{{use: length, max: 60}}'"
         ) from None
     try:
-        rewards = TypeAdapter(dict[str, list[RewardSection]]).validate_python(raw)["rewards"]
+        functions = TypeAdapter(dict[str, list[kind]]).validate_python(raw)[name]  # type: ignore[valid-type]
     except ValidationError as error:
-        by_key = problems_of(error, raw, KeyPlaces({}, "--reward"))
+        by_key = problems_of(error, raw, KeyPlaces({}, option))
         raise UsageError(*(problem for of_key in by_key.values() for problem in of_key)) from None
-    problems = [text for one in rewards for text in reward_contradictions(one, "--reward")]
+    problems = [text for one in functions for text in function_contradictions(one, option)]
     if problems:
-        raise UsageError(*map(_problem, problems))
-    return tuple(rewards)
+        raise UsageError(*(_problem(text, option) for text in problems))
+    return tuple(functions)
 
 
-def _problem(text: str) -> Problem:
+def _problem(text: str, option: str) -> Problem:
     what, _, fix = text.partition("; ")
-    return Problem(one_line(what), "--reward", "", one_line(fix))
+    return Problem(one_line(what), option, "", one_line(fix))
 
 
 def show_rewards(result: RewardsEvaluated, out: Path | None) -> None:

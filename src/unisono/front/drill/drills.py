@@ -22,6 +22,9 @@ from unisono.front.drill.sandbox import (
     ForeignCallers,
     HeadKilled,
     MemoryGroup,
+    PictureRemoved,
+    PictureReplaced,
+    PictureTruncated,
     ReadOnlyDisk,
     RemovedOutput,
     SamplerKilled,
@@ -38,6 +41,8 @@ _ENDLESS = {"duration": "100000 steps"}
 _REWARDS = Path(__file__).with_name("rewards.py")
 _DEADLINE_S = 3.0
 _PATIENCE_S = 3.0
+
+_READ_LATER_S = 60.0  # a picture is noticed when its row is read
 
 DEAD_S = 2.0
 """Time limit to name a rank that ended, also on other nodes."""
@@ -89,6 +94,19 @@ def _death_drill(fault: str, text: str, *want: str, how: str) -> Drill:
 def _hang_drill(fault: str, text: str, want: str, *, how: str) -> Drill:
     return Drill(
         fault, text, (want,), (1,), faults={how: {"rank": 1, "step": _FAULT_STEP, "seconds": _LONG_S}}
+    )
+
+
+def _picture_drill(fault: str, text: str, sandbox: Callable[[], Sandbox]) -> Drill:
+    return Drill(
+        fault,
+        text,
+        ("picture_changed",),
+        (0,),
+        nproc=1,
+        sandbox=sandbox,
+        limit_s=_READ_LATER_S,
+        end_s=_READ_LATER_S,
     )
 
 
@@ -237,6 +255,11 @@ DRILLS: tuple[Drill, ...] = (
         "a rank samples answers for much longer than the other",
         faults={"slow_sampling": {"rank": 1, "seconds": 0.5}},
         config=_grpo("length", tokens=32, duration="3 steps"),
+    ),
+    _picture_drill("picture_removed", "a picture of a row is removed", PictureRemoved),
+    _picture_drill("picture_truncated", "a picture of a row is truncated", PictureTruncated),
+    _picture_drill(
+        "picture_replaced", "a picture of a row is replaced by one of a different size", PictureReplaced
     ),
     Drill(
         "disk_full",

@@ -10,16 +10,20 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from unisono.guard.facts.limits import cgroup_folders
+from unisono.trainer.plan.run_plan import permutation
 
 _FOREIGN_BYTES = (
     b"GET / HTTP/1.1\r\nHost: unisono\r\n\r\n",
@@ -203,6 +207,93 @@ class SamplerStale(SamplerKilled):
         with contextlib.closing(connection):
             connection.request("POST", "/fault", body)
             connection.getresponse().read()
+
+
+_GALLERY = "unisono.trainer.worker.drawn_pictures"
+_DRAWING_S = 300.0
+_PICTURE_ROWS = 720
+_PICTURE_BATCH = 6
+_READ_AT = 100
+"""The step that reads the picture for the first time, long after the fault."""
+
+
+class ChangedPicture(Sandbox):
+    """This machine, with a vision-language model and rows with pictures, of which one is changed
+    before its row is read.
+    """
+
+    def why_unavailable(self) -> str:
+        """Pictures are drawn with Pillow."""
+        return "" if find_spec("PIL") is not None else "pictures need Pillow: pip install 'unisono[vision]'"
+
+    def prepare(self, folder: Path) -> None:
+        """Makes the model and the pictures.
+
+        Raises:
+            RuntimeError: if they cannot be made.
+        """
+        super().prepare(folder)
+        words = [sys.executable, "-m", _GALLERY, str(folder / "gallery"), "--rows", str(_PICTURE_ROWS)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_DRAWING_S)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise RuntimeError(f"the pictures could not be made: {last}")
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the model and the rows."""
+        gallery = self.folder / "gallery"
+        return {
+            **config,
+            "model": {"path": str(gallery / "model"), "dtype": "float32"},
+            "data": {"train": str(gallery / "rows.jsonl"), "max_length": 64, "packing": False},
+            "batch": {"global": _PICTURE_BATCH},
+        }
+
+    def inject(self) -> None:
+        """Changes the picture of a row that is read many steps later."""
+        order = permutation(_PICTURE_ROWS, seed=0, epoch=0)
+        self.change(self.folder / "gallery" / "pictures" / f"{order[_READ_AT * _PICTURE_BATCH]}.png")
+
+    def change(self, file: Path) -> None:
+        """Changes a picture."""
+        raise NotImplementedError
+
+
+class PictureRemoved(ChangedPicture):
+    """A picture is removed."""
+
+    def change(self, file: Path) -> None:
+        """Removes it."""
+        file.unlink()
+
+
+class PictureTruncated(ChangedPicture):
+    """A picture is truncated."""
+
+    def change(self, file: Path) -> None:
+        """Keeps the first half of its bytes."""
+        os.truncate(file, file.stat().st_size // 2)
+
+
+class PictureReplaced(ChangedPicture):
+    """A picture is replaced by one of another size."""
+
+    def change(self, file: Path) -> None:
+        """Writes a gray picture of 5 × 7 pixels there."""
+        file.write_bytes(gray_png(5, 7))
+
+
+def gray_png(width: int, height: int) -> bytes:
+    """A picture of one gray, in 8 bits."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checked = kind + data
+        return struct.pack(">I", len(data)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    lines = (b"\0" + b"\x80" * width) * height
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def write_token(folder: Path) -> Path:

@@ -4,33 +4,23 @@ the operator allows.
 
 import asyncio
 import base64
-import contextlib
-import ipaddress
-import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
-
-import h11
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from unisono.base.errors import UsageError
 from unisono.base.files import open_plain
-from unisono.base.text import one_line
-from unisono.front.http_headers import host_name
+from unisono.base.named_hosts import DEADLINE_S, MOST_BYTES, PORTS, FetchError, NamedHosts, TooLargeError
+from unisono.base.text import host_name, one_line
 from unisono.front.serve.protocol import ApiError
 
-DEADLINE_S = 10.0
-"""In which all pictures of a request must have been fetched."""
-MOST_BYTES = 16 << 20
-"""Of all these pictures together."""
 MOST_PICTURES = 16
 """In one request."""
-_PORTS = {"http": 80, "https": 443}
-_REDIRECTS = 3
-_REDIRECTING = (301, 302, 303, 307, 308)
+_HOSTS_FLAG = "--image-hosts"
 _SHOWN = 80
+_TOO_LARGE = f"the pictures of the request have more than {MOST_BYTES >> 20} MiB"
 _NO_FILE = "there is no such file in the folders of --image-folders"
 
 
@@ -41,10 +31,6 @@ def picture_parts(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and part.get("type") == "image_url":
                 yield part
-
-
-class _Unusable(Exception):  # noqa: N818 - named for what happened
-    """Why a picture cannot be fetched."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ class PictureAddresses:
         if odd is not None:
             raise UsageError.of(
                 f"{one_line(odd, limit=_SHOWN)!r} is not a host",
-                where="--image-hosts",
+                where=_HOSTS_FLAG,
                 fix="write names or addresses with commas between them, e.g. pictures.example.org,10.0.0.7:8080",
             )
         paths = [Path(name).expanduser() for name in _listed(folders)]
@@ -97,7 +83,7 @@ class PictureAddresses:
                         continue
                     try:
                         data = await self._fetch(address, room)
-                    except _Unusable as why:
+                    except FetchError as why:
                         raise _refusal(
                             f"picture {number} ({one_line(address, limit=_SHOWN)}): {why}"
                         ) from why
@@ -114,147 +100,44 @@ class PictureAddresses:
         """The bytes of an address, at most `room`.
 
         Raises:
-            _Unusable: if it is not allowed, or cannot be fetched.
+            FetchError: if it is not allowed, or cannot be fetched.
         """
         try:
             parts = urlsplit(address)
             if parts.scheme.lower() == "file":
                 return await asyncio.to_thread(self._read, parts, room)
-            if parts.scheme.lower() in _PORTS:
+            if parts.scheme.lower() in PORTS:
                 return await self._download(address, room)
         except ValueError as error:  # not a URL
-            raise _Unusable(one_line(str(error), limit=_SHOWN)) from error
-        raise _Unusable("send it as a data URL: data:image/png;base64,…")
+            raise FetchError(one_line(str(error), limit=_SHOWN)) from error
+        raise FetchError("send it as a data URL: data:image/png;base64,…")
 
     def _read(self, parts: SplitResult, room: int) -> bytes:
         if not self.folders:
-            raise _Unusable("file URLs are refused; --image-folders allows them, or send a data URL")
+            raise FetchError("file URLs are refused; --image-folders allows them, or send a data URL")
         if parts.netloc not in ("", "localhost"):
-            raise _Unusable("a file URL has no host")
+            raise FetchError("a file URL has no host")
         try:
             path = Path(unquote(parts.path)).resolve(strict=True)
             if not any(path.is_relative_to(folder) for folder in self.folders):
-                raise _Unusable(_NO_FILE)
+                raise FetchError(_NO_FILE)
             with open_plain(path) as stream:
                 data = stream.read(room + 1)
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-            raise _Unusable(_NO_FILE) from error
-        return _bounded(data, room)
+            raise FetchError(_NO_FILE) from error
+        if len(data) > room:
+            raise FetchError(_TOO_LARGE)
+        return data
 
     async def _download(self, address: str, room: int) -> bytes:
-        allowed = None
-        for _ in range(_REDIRECTS + 1):
-            parts = urlsplit(address)
-            scheme, host = parts.scheme.lower(), parts.hostname or ""
-            if scheme not in _PORTS:
-                raise _Unusable(f"it redirects to a {one_line(scheme, limit=20)} URL")
-            if allowed not in (None, host):
-                raise _Unusable(f"it redirects to {one_line(host, limit=_SHOWN)}, another host")
-            allowed = host
-            port = parts.port or _PORTS[scheme]
-            self._admit(parts, port)
-            status, location, data = await self._get(parts, await self._resolve(host, port), port, room)
-            if status == 200:
-                return data
-            if status not in _REDIRECTING or not location:
-                raise _Unusable(f"{host} answers with status {status}")
-            address = urljoin(address, location)
-        raise _Unusable(f"it redirects more than {_REDIRECTS} times")
-
-    def _admit(self, parts: SplitResult, port: int) -> None:
         if not self.hosts:
-            raise _Unusable("http and https URLs are refused; --image-hosts allows them, or send a data URL")
-        host, usual = parts.hostname or "", port in _PORTS.values()
-        shown = f"[{host}]" if ":" in host else host
-        if not (usual and shown in self.hosts) and f"{shown}:{port}" not in self.hosts:
-            named = shown if usual else f"{shown}:{port}"
-            raise _Unusable(f"{one_line(named, limit=_SHOWN)} is not among the hosts of --image-hosts")
-        if parts.username is not None or parts.password is not None:
-            raise _Unusable("an address with a user or a password is refused")
-
-    async def _resolve(self, host: str, port: int) -> list[str]:
-        """The addresses of a host.
-
-        Raises:
-            _Unusable: if it has none, or one that is not public and not named in --image-hosts.
-        """
-        try:
-            entries = await asyncio.get_running_loop().getaddrinfo(host, port, proto=6)
-        except (OSError, UnicodeError) as error:
-            raise _Unusable(f"{host} has no address: {error}") from error
-        addresses = [str(entry[4][0]) for entry in entries]
-        inside = next((one for one in addresses if not self._is_open(one, port)), None)
-        if inside is not None:
-            raise _Unusable(f"{host} has the address {inside}, which is not public; name it in --image-hosts")
-        return addresses
-
-    def _is_open(self, address: str, port: int) -> bool:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-        parsed = getattr(parsed, "ipv4_mapped", None) or parsed
-        shown = f"[{parsed}]" if parsed.version == 6 else str(parsed)
-        is_public = parsed.is_global and not parsed.is_multicast
-        return is_public or shown in self.hosts or f"{shown}:{port}" in self.hosts
-
-    async def _get(
-        self, parts: SplitResult, addresses: Sequence[str], port: int, room: int
-    ) -> tuple[int, str, bytes]:
-        """Status, Location and body of a URL, from one of the addresses of its host: the name is
-        not looked up again.
-        """
-        context = ssl.create_default_context() if parts.scheme.lower() == "https" else None
-        name = parts.hostname if context is not None else None
-        why = ""
-        for address in addresses:
-            try:
-                reader, writer = await asyncio.open_connection(
-                    address, port, ssl=context, server_hostname=name
-                )
-                with contextlib.closing(writer):
-                    return await _exchange(reader, writer, parts, room)
-            except (OSError, h11.ProtocolError) as error:
-                why = one_line(str(error), limit=_SHOWN)
-        raise _Unusable(f"{parts.hostname} cannot be asked: {why}")
-
-
-async def _exchange(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parts: SplitResult, room: int
-) -> tuple[int, str, bytes]:
-    connection = h11.Connection(h11.CLIENT)
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    headers = [
-        ("host", parts.netloc),
-        ("accept", "image/*"),
-        ("user-agent", "unisono"),
-        ("connection", "close"),
-    ]
-    for event in (h11.Request(method="GET", target=target, headers=headers), h11.EndOfMessage()):
-        writer.write(connection.send(event) or b"")
-    await writer.drain()
-    status, location, body = 0, "", bytearray()
-    while True:
-        received = connection.next_event()
-        if received is h11.NEED_DATA:
-            connection.receive_data(await reader.read(1 << 16))
-        elif isinstance(received, h11.Response):
-            status = received.status_code
-            location = next(
-                (value.decode("latin-1") for key, value in received.headers if key == b"location"), ""
+            raise FetchError(
+                f"http and https URLs are refused; {_HOSTS_FLAG} allows them, or send a data URL"
             )
-            if status != 200:
-                return status, location, b""
-        elif isinstance(received, h11.Data):
-            body += received.data
-            _bounded(body, room)
-        elif isinstance(received, h11.EndOfMessage):
-            return status, location, bytes(body)
-        elif not isinstance(received, h11.InformationalResponse):
-            raise _Unusable("its host ends the connection")
-
-
-def _bounded(data: Any, room: int) -> Any:
-    if len(data) > room:
-        raise _Unusable(f"the pictures of the request have more than {MOST_BYTES >> 20} MiB")
-    return data
+        try:
+            return await NamedHosts(self.hosts, _HOSTS_FLAG).fetch(address, most_bytes=room)
+        except TooLargeError as error:
+            raise FetchError(_TOO_LARGE) from error
 
 
 def _address_in(part: dict[str, Any]) -> str | None:

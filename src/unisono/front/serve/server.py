@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from unisono.base.errors import UsageError
 from unisono.base.files import open_given
-from unisono.base.text import one_line
-from unisono.front.http_headers import host_name, origin_host
+from unisono.base.text import host_name, one_line
+from unisono.front.http_headers import origin_host
 from unisono.front.http_server import HttpConnection, running_server
 from unisono.front.serve.model_process import ModelProcess, PendingAsk
 from unisono.front.serve.picture_addresses import MOST_PICTURES, PictureAddresses, picture_parts

@@ -427,19 +427,24 @@ def _own_code(config: Any) -> dict[str, str]:
     values = config if isinstance(config, dict) else {}
     optim = values.get("optim")
     optimizer = optim.get("kind") if isinstance(optim, dict) else ""
-    entries = values.get("rewards")
-    rewards = (
-        [str(one.get("use")) for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
-    )
+    evaluation = values.get("eval")
+    metrics = evaluation.get("metrics") if isinstance(evaluation, dict) else None
     rollout = values.get("rollout")
     environment = rollout.get("environment") if isinstance(rollout, dict) else None
     codes = own_code(
         objective=str(values.get("objective")),
         optimizer=str(optimizer),
-        rewards=rewards,
+        rewards=_uses(values.get("rewards")),
+        metrics=_uses(metrics),
         environment=str(environment.get("use")) if isinstance(environment, dict) else "",
     )
     return {str(code.path): f"the {code.what}" for code in codes}
+
+
+def _uses(entries: Any) -> list[str]:
+    """`use` of each entry of a list of sections."""
+    listed = entries if isinstance(entries, list) else []
+    return [str(one.get("use")) for one in listed if isinstance(one, dict)]
 
 
 def _logs(

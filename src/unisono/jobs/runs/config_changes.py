@@ -69,6 +69,7 @@ RULES: dict[str, KeyRule] = {
     "eval.every": KeyRule("line", f"{_ONLY_MEASUREMENT}; eval.stop_after counts evaluations, not steps"),
     "eval.stop_after": KeyRule("line", "the run may end at a different step"),
     "eval.exact_match": KeyRule("line", "there is no value from before step 1 to compare with"),
+    "eval.metrics": KeyRule("line", "its figures begin, end or change here"),
     "checkpoint": KeyRule("line", "from here on; training does not change"),
     "checkpoint.best": KeyRule("meaning", "the weights of a different step become the result"),
     "parallel.strategy": KeyRule("decided"),
@@ -140,6 +141,9 @@ RULES: dict[str, KeyRule] = {
     "data.pixels": _ROWS,
     "data.media_dir": _ROWS,
     "data.cache_bytes": KeyRule("line", "what is kept in memory; training does not change"),
+    "data.frames": _ROWS,
+    "data.image_hosts": _ROWS,
+    "data.boxes": _ROWS,
     "data.resolution": KeyRule("meaning", "pictures have other sizes"),
     "data.max_length": KeyRule("meaning", "rows are truncated and packed differently"),
     "data.packing": KeyRule("meaning", "sequences combine different rows, and a step has different rows"),
@@ -347,7 +351,8 @@ _MAPPINGS = frozenset({"optim.options"})
 """Keys with a mapping as their value, which changes as a whole."""
 
 
-_REWARDS = "rewards"  # a list of sections, whose keys have rules
+_LISTS = frozenset({"rewards", "eval.metrics"})
+"""Lists of sections, whose keys have rules."""
 
 
 def _differences(before: Any, now: Any, key: str) -> Iterator[Change]:
@@ -355,7 +360,7 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[Change]:
         for name in dict.fromkeys([*before, *now]):
             dotted = f"{key}.{name}" if key else name
             yield from _differences(before.get(name, ABSENT), now.get(name, ABSENT), dotted)
-    elif key == _REWARDS and isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+    elif key in _LISTS and isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for old, new in zip(before, now, strict=True):
             yield from _differences(old, new, key)
     elif before != now:

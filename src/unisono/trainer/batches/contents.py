@@ -48,18 +48,20 @@ class TableContents:
     seed: int
     global_batch: int
 
-    def add(self, micro: Micro, units: Sequence[int], places: Sequence[int]) -> Micro:
+    def add(self, micro: Micro, units: Sequence[int], sides: Sequence[int], places: Sequence[int]) -> Micro:
         """The micro batch with its contents: a ContentsMicro; or, with pictures in its rows, one
         whose rows have them.
 
         Args:
             micro: of these units.
             units: rows of the table.
+            sides: of each unit, the rows of tokens in the micro batch.
             places: where in the order of the run each of them is used; for evaluation the units
                 themselves.
         """
         seeds = [stream_seed(self.seed, _STREAMS[self.table.split], position) for position in places]
-        numbers = self.table.columns["stored"][list(units)].tolist()
+        stored = self.table.columns["stored"][list(units)].tolist()
+        numbers = [first + side for first in stored for side in sides]
         contents = (
             self.loader.load(numbers, seeds, [position // self.global_batch for position in places])
             if self.table.split == "train"

@@ -62,13 +62,12 @@ class TableRows:
             places: where in the order of the run each of them is used; None: in an evaluation.
         """
         units = self.units_of(sequences)
-        micro = self.load_units(units, sides)
-        if self.contents is None:
-            return micro
-        return self.contents.add(micro, units, units if places is None else places)
+        return self.load_units(units, sides, places=places)
 
-    def load_units(self, units: Sequence[int], sides: Sequence[int] = (0,)) -> Micro:
-        """Some units, each a row of the table, as tensors on the device; without contents."""
+    def load_units(
+        self, units: Sequence[int], sides: Sequence[int] = (0,), *, places: Sequence[int] | None = None
+    ) -> Micro:
+        """Some units, each a row of the table, as tensors on the device; see `load`."""
         batch, device = collate_units(self.table, units, sides), self.device
         rows = Rows(
             to_device(batch.input_ids, device),
@@ -86,7 +85,10 @@ class TableRows:
             columns["label"] = to_device(desirable[batch.units] != 0, device)
         if self.reference is not None:
             columns["reference"] = self.reference[batch.units].to(device)
-        return Micro(rows, len(batch.units), batch.row_ids, columns)
+        micro = Micro(rows, len(batch.units), batch.row_ids, columns)
+        if self.contents is None:
+            return micro
+        return self.contents.add(micro, units, sides, units if places is None else places)
 
     def units_of(self, sequences: Sequence[int]) -> list[int]:
         """The units of some sequences, each a row of the table."""
@@ -111,13 +113,17 @@ class TableRows:
     def counts(self, sequences: Sequence[int]) -> Counts:
         """The counts of some sequences."""
         table, chosen = self.table, np.asarray(sequences, dtype=np.int64)
-        tokens = int(table.sequence_tokens()[chosen].sum())
+        tokens, unpredicted = int(table.sequence_tokens()[chosen].sum()), 0
         if table.sides > 1:
-            tokens = sum(len(table.row(unit)[0]) for unit in self.units_of(sequences))
+            units = self.units_of(sequences)
+            tokens = sum(len(table.row(unit)[0]) for unit in units)
+            ids = () if self.contents is None else self.contents.loader.feature_ids
+            unpredicted = sum(int(np.isin(table.row(unit)[0], ids).sum()) for unit in units) if ids else 0
         return Counts(
             units=int((table.sequence_ends[chosen + 1] - table.sequence_ends[chosen]).sum()),
             loss_tokens=int(table.sequence_loss_tokens()[chosen].sum()),
             first_tokens=tokens,
+            unpredicted=unpredicted,
         )
 
 
@@ -300,12 +306,14 @@ class PromptAnswer:
     Attributes:
         pictures: of the prompt; None: it has none.
         stored: the row in the file of tokens, if it has pictures.
+        row: of the table.
     """
 
     prompt: list[int]
     answer: list[int]
     pictures: PictureInputs | None = None
     stored: int = -1
+    row: int = -1
 
 
 def question_of(table: TokenTable, row: int) -> PromptAnswer | None:
@@ -321,4 +329,4 @@ def question_of(table: TokenTable, row: int) -> PromptAnswer | None:
         start -= 1
     if start == 0 or start == end:
         return None
-    return PromptAnswer(ids[:start].tolist(), ids[start:end].tolist())
+    return PromptAnswer(ids[:start].tolist(), ids[start:end].tolist(), row=row)

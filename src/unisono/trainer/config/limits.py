@@ -38,6 +38,7 @@ LIMITS = (
     Limit(_NO_TARGETS, "optim.label_smoothing", "its loss has no token targets"),
     Limit(_NO_TARGETS, "optim.loss_weight", "its loss has no weights of tokens"),
     Limit(_NO_TARGETS, "eval.exact_match", "there is no single right answer (`eval.samples` shows some)"),
+    Limit(_NO_TARGETS, "eval.metrics", "there is no single right answer (`eval.samples` shows some)"),
     Limit(("reward",), "eval.samples", "a reward model writes no answers"),
     Limit((GRPO,), "eval.samples", "answers are in the rollouts, and evaluated by their rewards"),
     Limit((GRPO,), "data.loss_on", "the tokens of sampled answers count"),

@@ -7,7 +7,7 @@ Reading and executing it.
 import ast
 import hashlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -17,11 +17,13 @@ from unisono.base import extensions
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
 from unisono.base.text import nearest, one_line
-from unisono.base.user_code import OwnCode, execute_source, own_code
+from unisono.base.user_code import FUNCTIONS_OF, OwnCode, execute_source, own_code
+from unisono.trainer.config.answer_functions import AnswerFunction
 from unisono.trainer.config.reward_models import reward_models_of
 from unisono.trainer.config.schema import RunConfig
 
 _REWARDS = "rewards"
+_METRICS = ["eval", "metrics"]
 
 
 def own_code_of(config: RunConfig) -> list[OwnCode]:
@@ -31,8 +33,14 @@ def own_code_of(config: RunConfig) -> list[OwnCode]:
         objective=config.objective,
         optimizer=config.optim.kind,
         rewards=[reward.use for reward in config.rewards],
+        metrics=[metric.use for metric in config.eval.metrics],
         environment="" if environment is None else environment.use,
     )
+
+
+def own_classes_of(config: RunConfig) -> list[OwnCode]:
+    """Those that ranks execute themselves; functions have processes of their own."""
+    return [code for code in own_code_of(config) if code.what not in FUNCTIONS_OF]
 
 
 def with_code_path(config: RunConfig, code: OwnCode, path: str) -> RunConfig:
@@ -40,9 +48,11 @@ def with_code_path(config: RunConfig, code: OwnCode, path: str) -> RunConfig:
     *sections, last = code.key.split(".")
     value: object = f"{path}:{code.name}"
     if sections == [_REWARDS]:
-        rewards = list(config.rewards)
-        rewards[int(last)] = rewards[int(last)].model_copy(update={"use": value})
-        return config.model_copy(update={"rewards": rewards})
+        return config.model_copy(update={"rewards": _with_use(config.rewards, int(last), value)})
+    if sections == _METRICS:
+        metrics = _with_use(config.eval.metrics, int(last), value)
+        section = config.eval.model_copy(update={"metrics": metrics})
+        return config.model_copy(update={"eval": section})
     owners = list(accumulate(sections, getattr, initial=config))
     for owner, key in zip(reversed(owners), reversed([*sections, last]), strict=True):
         value = owner.model_copy(update={key: value})
@@ -50,15 +60,24 @@ def with_code_path(config: RunConfig, code: OwnCode, path: str) -> RunConfig:
     return value
 
 
+def _with_use(functions: Sequence[AnswerFunction], index: int, use: object) -> list[AnswerFunction]:
+    """The functions, one of them by a different name."""
+    return [
+        one.model_copy(update={"use": use}) if number == index else one
+        for number, one in enumerate(functions)
+    ]
+
+
 def put_path(body: dict[str, Any], code: OwnCode, path: str) -> None:
     """Replaces the path of a file in a config as a dict."""
     *sections, last = code.key.split(".")
-    if sections == [_REWARDS]:
-        body["rewards"][int(last)]["use"] = f"{path}:{code.name}"
-        return
+    owner: Any = body
     for section in sections:
-        body = body[section]
-    body[last] = f"{path}:{code.name}"
+        owner = owner[section]
+    if code.what in FUNCTIONS_OF:  # of a list of sections
+        owner[int(last)]["use"] = f"{path}:{code.name}"
+        return
+    owner[last] = f"{path}:{code.name}"
 
 
 def own_code_digests(config: RunConfig) -> dict[str, str]:
@@ -89,16 +108,16 @@ def schema_file(path: Path, key: str) -> OwnCode:
 
 
 def _schema_digests(config: RunConfig) -> dict[str, str]:
-    """The digests of the files that rewards compare answers with, by key.
+    """The digests of the files that rewards and metrics compare answers with, by key.
 
     Raises:
         ConfigError: if one cannot be read.
     """
-    files = [
-        schema_file(Path(reward.schema_), f"{_REWARDS}.{number}")
-        for number, reward in enumerate(config.rewards)
-        if reward.schema_ is not None
+    entries: list[tuple[str, AnswerFunction]] = [
+        (f"{_REWARDS}.{number}", one) for number, one in enumerate(config.rewards)
     ]
+    entries += [(f"eval.metrics.{number}", one) for number, one in enumerate(config.eval.metrics)]
+    files = [schema_file(Path(one.schema_), key) for key, one in entries if one.schema_ is not None]
     return {file.key: _hashed(_read(file)) for file in files}
 
 
@@ -142,7 +161,7 @@ def _digest(code: OwnCode) -> str:
         raise _unreadable(code, error) from None
     kinds: tuple[type[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef], ...] = (ast.ClassDef,)
     kind = "class"
-    if code.what == "reward":
+    if code.what in FUNCTIONS_OF:
         kind, kinds = "function", (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     names = [node.name for node in tree.body if isinstance(node, kinds)]
     if code.name not in names:

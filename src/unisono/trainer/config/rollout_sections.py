@@ -13,12 +13,12 @@ from pydantic import (
     model_validator,
 )
 
-from unisono.base.text import nearest, one_line, parse_seconds
+from unisono.base.text import one_line, parse_seconds
 from unisono.base.user_code import own_class
+from unisono.trainer.config.answer_functions import AnswerFunction, Number, function_contradictions
 from unisono.trainer.config.sections import (
     NamesFile,
     NotNegative,
-    Pattern,
     Positive,
     SecondsText,
     Section,
@@ -26,19 +26,6 @@ from unisono.trainer.config.sections import (
 )
 from unisono.trainer.config.yaml_file import Takes
 
-REWARDS: dict[str, tuple[str, ...]] = {
-    "exact": ("column",),
-    "contains": ("column",),
-    "regex": ("pattern",),
-    "length": ("min", "max"),
-    "format": ("tags",),
-    "json_schema": ("schema",),
-    "math": ("column",),
-    "model": ("path", "device"),
-}
-"""The built-in rewards, and the keys that each of them uses beside those of all rewards."""
-
-Number = Annotated[float, BeforeValidator(float_of_yaml)]
 _MOST_PATIENCE_S = 25 * 60  # ranks that wait for each other give up after 30 minutes
 
 
@@ -64,46 +51,10 @@ ShortPatience = Annotated[
 ]
 
 
-class RewardSection(Section):
+class RewardSection(AnswerFunction):
     """A reward of answers: a function of your own, or a built-in one."""
 
-    use: str = Field(
-        min_length=1,
-        description=(
-            "FILE.py:FUNCTION of your own, with `--trust-code`; or exact, contains, regex, length, format,"
-            " json_schema, math, model"
-        ),
-    )
     weight: Number = Field(default=1.0, description="factor of this reward in the sum of rewards")
-    deadline: SecondsText = Field(
-        default="60 seconds", description="time of one call, for the answers to one prompt"
-    )
-    on_error: Literal["error", "skip"] | Number = Field(
-        default="error",
-        description=(
-            "what follows if it raises, misses the deadline, or gives anything but a number. error:"
-            " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group; a number:"
-            " the reward of that answer"
-        ),
-    )
-    column: str = Field(
-        default="answer",
-        min_length=1,
-        description="exact, contains, math: the column of the row to compare with",
-    )
-    pattern: Pattern | None = Field(default=None, description="regex: searched in the answer")
-    min: int = Field(default=0, ge=0, description="length: fewest tokens of an answer")
-    max: int | None = Field(
-        default=None, ge=0, description="length: most tokens of an answer; null: any number"
-    )
-    tags: list[Annotated[str, Field(min_length=1)]] = Field(
-        default=["think", "answer"],
-        description="format: the answer consists of these tags, in order, each with a text",
-    )
-    schema_: Annotated[str | None, NamesFile()] = Field(
-        default=None, alias="schema", min_length=1, description="json_schema: the file of the JSON Schema"
-    )
-
     path: Annotated[str | None, NamesFile()] = Field(
         default=None,
         min_length=1,
@@ -113,27 +64,6 @@ class RewardSection(Section):
         default="cpu",
         description="model: what the reward model computes on; cuda: the GPU of the rank, in whose memory it is then",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it is a function in a file of the user's own."""
-        return own_class(self.use) is not None
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys that it uses beside those of all rewards."""
-        return REWARDS.get(self.use, ())
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without the keys of other rewards, so that a written config can be read again."""
-        used = {"use", "weight", "deadline", "on_error", *self.keys}
-        return {key: value for key, value in dump(self).items() if key.rstrip("_") in used}
 
 
 class EnvironmentSection(Section):
@@ -343,7 +273,7 @@ def grpo_contradictions(
     ]
     problems = [text for is_wrong, text in rules if is_wrong] + _environment_contradictions(rollout)
     for number, reward in enumerate(rewards):
-        problems += reward_contradictions(reward, f"rewards.{number}")
+        problems += function_contradictions(reward, f"rewards.{number}")
     return problems
 
 
@@ -406,26 +336,3 @@ def server_contradictions(
         ),
     ]
     return [text for is_wrong, text in rules if is_wrong]
-
-
-def reward_contradictions(reward: RewardSection, key: str) -> list[str]:
-    """The keys of a reward that contradict each other, as `grpo_contradictions`; `key` is its
-    own.
-    """
-    known = reward.is_own or reward.use in REWARDS
-    if not known:
-        near = nearest(reward.use, list(REWARDS))
-        hint = (
-            f"did you mean `{near}`?" if near else f"write FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"
-        )
-        return [f"{key}.use: there is no reward {one_line(reward.use, limit=60)}; {hint}"]
-    special = {name for names in REWARDS.values() for name in names}
-    given = {name.rstrip("_") for name in reward.model_fields_set} & special - set(reward.keys)
-    problems = [f"{key}.{name}: {reward.use} does not use it; remove it" for name in sorted(given)]
-    missing = [name for name in ("pattern", "schema", "path") if name in reward.keys]
-    problems += [
-        f"{key}.{name}: {reward.use} needs it; set it"
-        for name in missing
-        if getattr(reward, "schema_" if name == "schema" else name) is None
-    ]
-    return problems

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from unisono.base.text import Duration, nearest, one_line
+from unisono.trainer.config.answer_functions import MetricSection, function_contradictions, function_names
 from unisono.trainer.config.limits import refused_values
 from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
 from unisono.trainer.config.rollout_sections import (
@@ -42,6 +43,8 @@ from unisono.trainer.config.sections import (
     DateText,
     DiffusionSection,
     DurationText,
+    FramesSection,
+    HostText,
     NamesFile,
     NotNegative,
     Objective,
@@ -66,7 +69,7 @@ from unisono.trainer.config.sections import (
     keys_of,
     lf_name,
 )
-from unisono.trainer.config.yaml_file import Takes
+from unisono.trainer.config.yaml_file import Takes, words_in
 
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
@@ -284,7 +287,7 @@ COLUMN_NAMES = (
         "text",
     ),
     *("system", "tools", "functions", "chosen", "rejected", "label"),
-    *("images", "image", "videos", "video", "audios", "audio"),
+    *("images", "image", "objects", "videos", "video", "audios", "audio"),
 )
 """Our names of columns; the last ones only to be switched off."""
 
@@ -463,6 +466,24 @@ class DataSection(Section):
             "host memory of a node in which pictures of rows are kept: their pixels, or their features if the"
             " vision part is not trained; null: a quarter of what is available for features, 256 MiB per rank"
             " for pixels"
+        ),
+    )
+    frames: FramesSection = Field(
+        default=FramesSection(), description="which frames of the videos in rows are used; each is a picture"
+    )
+    image_hosts: list[HostText] = Field(
+        default=[],
+        description=(
+            "hosts from which pictures that rows name by their http and https URLs are fetched, once; `HOST:PORT`"
+            " for other ports than 80 and 443; empty: such rows are bad"
+        ),
+    )
+    boxes: Literal["tokens", "list"] = Field(
+        default="tokens",
+        description=(
+            "how boxes of the column `objects` (ms-swift) are written. tokens: with those of the model's family,"
+            " e.g. `<|box_start|>(x1,y1),(x2,y2)<|box_end|>`; list: `[x1, y1, x2, y2]`, as in ms-swift with"
+            " `QWENVL_BBOX_FORMAT=new`"
         ),
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
@@ -736,6 +757,13 @@ class EvalSection(Section):
             " references"
         ),
     )
+    metrics: list[MetricSection] = Field(
+        default=[],
+        description=(
+            "metrics of answers that are generated for all evaluation rows in each evaluation, before step 1,"
+            " too: functions like those of `rewards`, each with its mean"
+        ),
+    )
     samples: int = Field(
         default=0,
         ge=0,
@@ -754,11 +782,15 @@ class CheckpointSection(Section):
         default="200 steps", description="a period; the end of the run is always saved"
     )
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
-    best: Literal["eval_loss", "reward_accuracy", "reward"] | None = Field(
+    best: Annotated[
+        Literal["eval_loss", "reward_accuracy", "reward"] | str | None,
+        Takes("`eval_loss`, `reward_accuracy`, `reward`, the name of a metric in `eval.metrics`, or null"),
+    ] = Field(
         default=None,
         description=(
             "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
-            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`"
+            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective:"
+            " grpo`; a metric of `eval.metrics`: higher is better"
         ),
     )
     storage: StorageText | None = Field(
@@ -1083,6 +1115,7 @@ def contradictions(config: RunConfig) -> list[str]:
         problems
         + _objective_contradictions(config)
         + _grpo_contradictions(config)
+        + _metric_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
     )
@@ -1278,6 +1311,27 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
     )
 
 
+def _metric_contradictions(config: RunConfig) -> list[str]:
+    names, best = function_names(config.eval.metrics), config.checkpoint.best
+    problems = [
+        f"eval.metrics.{number}: the name {name} is taken by a figure of evaluations; rename the function"
+        for number, name in enumerate(names)
+        if name in _TAKEN_NAMES
+    ]
+    known = words_in(CheckpointSection.model_fields["best"].annotation)
+    if best is not None and best not in (*known, *names):
+        listed = ", ".join(f"`{name}`" for name in [*known, *names])
+        problems.append(
+            f"checkpoint.best: {one_line(best, limit=60)} is not a metric of this run; set it to {listed}"
+        )
+    if names and not has_evaluation(config.data):
+        problems.append("eval.metrics: there is no evaluation data; set `data.eval`")
+    for number, metric in enumerate(config.eval.metrics):
+        problems += function_contradictions(metric, f"eval.metrics.{number}")
+    return problems
+
+
+_TAKEN_NAMES = ("loss", "exact_match", "perplexity")
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")
 
 

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from unisono.base.text import Duration, Warmup, parse_bytes, parse_seconds
+from unisono.base.text import Duration, Warmup, host_name, parse_bytes, parse_seconds
 from unisono.base.user_code import own_class
 from unisono.trainer.config.yaml_file import Takes, section_in
 
@@ -158,6 +158,12 @@ def _check_storage(text: str) -> str:
     return text
 
 
+def _check_host(text: str) -> str:
+    if host_name(text) is None:
+        raise ValueError(f"{text!r} is not a host; write pictures.example.org or 10.0.0.7:8080")
+    return text.lower()
+
+
 def _check_pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -213,6 +219,9 @@ BytesText = Annotated[str, AfterValidator(_check_bytes), Takes("a size, e.g. `1 
 StorageText = Annotated[
     str, AfterValidator(_check_storage), Takes("a URL, e.g. `s3://bucket/runs` or `file:///mnt/copies`")
 ]
+HostText = Annotated[
+    str, AfterValidator(_check_host), Takes("the name or address of a host, e.g. `pictures.example.org`")
+]
 DateText = Annotated[
     str, BeforeValidator(_text_of_yaml), AfterValidator(_check_date), Takes("a date as YYYY-MM-DD")
 ]
@@ -265,6 +274,9 @@ RATINGS = ("kto",)
 
 PREFERENCE = (*PAIRS, *RATINGS)
 """All objectives of preference rows."""
+
+WITH_PICTURES = ("sft", "dpo", "kto", "orpo", "simpo", GRPO)
+"""Objectives whose rows may have pictures."""
 
 USED: dict[str, tuple[str, ...]] = {
     "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
@@ -520,6 +532,16 @@ class PixelsSection(Section):
     max: int | None = Field(
         default=None, ge=1, description="a picture with more pixels is reduced to them; null: none is"
     )
+
+
+class FramesSection(Section):
+    """Which frames of the videos in rows are used."""
+
+    fps: Positive | None = Field(
+        default=2.0,
+        description="frames of a second, of a video file; null: `max` of them, whatever its duration",
+    )
+    max: int = Field(default=16, ge=1, description="frames of a video, evenly over its duration")
 
 
 class PicturesSection(Section):

@@ -163,16 +163,21 @@ text.
 """
 
 
+PICTURE_TAG = "<image>"
+"""Stands in texts of rows where a picture is."""
+
+
 @dataclass(frozen=True, slots=True)
 class PictureSource:
     """A picture of a row.
 
     Attributes:
-        file: its absolute path; None if the row has its bytes.
-        data: its bytes; None if it is a file.
+        file: its absolute path; None if the row has its bytes or its URL.
+        data: its bytes, if the row has them.
         name: for messages: the path as written, or what the row has instead.
         most_pixels: of the row itself: pixels to which a larger picture is reduced; None: no limit.
         least_pixels: likewise, to which a smaller picture is enlarged.
+        url: where it is fetched from, if the row has its URL.
     """
 
     file: str | None
@@ -180,6 +185,39 @@ class PictureSource:
     name: str
     most_pixels: int | None = None
     least_pixels: int | None = None
+    url: str | None = None
+
+
+BOX, REF = "\ue011", "\ue012"
+"""Stand in a message's content for a box, and for the name of an object, of `RowObjects`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box or a point in a picture of a row.
+
+    Attributes:
+        numbers: x and y of a point, or of two corners.
+        picture: its number in the row, from 0.
+    """
+
+    numbers: tuple[float, ...]
+    picture: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowObjects:
+    """What BOX and REF stand for in the contents of a row's messages, in order.
+
+    Attributes:
+        refs: names.
+        boxes: of which the coordinates are pixels of the picture's file.
+        is_share: whether they are shares of its sides instead, from 0 to 1.
+    """
+
+    refs: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    is_share: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +228,13 @@ class Conversation:
         messages: in order; PICTURE stands for a picture in their contents.
         tools: function schemas.
         pictures: those of all messages, in order.
+        objects: of the places BOX and REF in their contents.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     pictures: tuple[PictureSource, ...] = ()
+    objects: RowObjects | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +281,7 @@ class Exchange:
         desirable: whether the answer is a good one; None if the row does not say.
         not_rendered: parts of the row that are in none of these, in words.
         pictures: of the places PICTURE in its turns, in order.
+        objects: of the places BOX and REF.
     """
 
     prompt: list[Turn]
@@ -250,6 +291,7 @@ class Exchange:
     desirable: bool | None = None
     not_rendered: tuple[str, ...] = ()
     pictures: tuple[PictureSource, ...] = ()
+    objects: RowObjects | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,19 +313,28 @@ class OpenPrompt:
     """A prompt that the model answers itself.
 
     Attributes:
-        prompt: text, or messages that end before the answer.
+        prompt: text, or messages that end before the answer; PICTURE stands for a picture.
         columns: the other columns of the row, as JSON.
         tools: function schemas.
+        pictures: those of the prompt, in order.
     """
 
     prompt: str | list[Message]
     columns: str
     tools: list[Any] | None = None
+    pictures: tuple[PictureSource, ...] = ()
 
     @property
     def record(self) -> str:
-        """What rewards get of it, as JSON: prompt and columns."""
-        return f'{{"prompt": {json.dumps(self.prompt, ensure_ascii=False)}, "columns": {self.columns}}}'
+        """What rewards get of it, as JSON: prompt and columns; of pictures PICTURE_TAG in the
+        prompt, and a column `images` with their files, or what the row has instead.
+        """
+        prompt, columns = json.dumps(self.prompt, ensure_ascii=False), self.columns
+        if self.pictures:
+            names = [picture.file or picture.name for picture in self.pictures]
+            prompt = prompt.replace(PICTURE, PICTURE_TAG)
+            columns = json.dumps(json.loads(columns) | {"images": names}, ensure_ascii=False)
+        return f'{{"prompt": {prompt}, "columns": {columns}}}'
 
 
 Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt

@@ -52,7 +52,7 @@ from unisono.trainer.data.text_encoder import TextEncoder, Tokens
 from unisono.trainer.data.thoughts import has_keys, placed, stripped
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, share_of
 
-ENCODER_VERSION = 5
+ENCODER_VERSION = 6
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a
 different loss mask.
 """
@@ -273,7 +273,7 @@ class Encoder:
         jobs: Sequence[_EncodeJob | RowError], examples: Sequence[Example], store: PictureStore
     ) -> list[_EncodeJob | RowError]:
         """The jobs with the tokens of pictures in their places."""
-        of_jobs = [one.pictures if isinstance(one, Conversation) else () for one in examples]
+        of_jobs = [one.pictures if isinstance(one, Conversation | OpenPrompt) else () for one in examples]
         store.decode(source for sources in of_jobs for source in sources)
         expanded: list[_EncodeJob | RowError] = []
         for job, sources in zip(jobs, of_jobs, strict=True):
@@ -699,7 +699,7 @@ def with_features(row: Encoded, numbers: Sequence[int], store: PictureStore) -> 
 
 def _is_conversation(example: Example) -> bool:
     return isinstance(example, Conversation) or (
-        isinstance(example, OpenPrompt) and not isinstance(example.prompt, str)
+        isinstance(example, OpenPrompt) and (bool(example.pictures) or not isinstance(example.prompt, str))
     )
 
 

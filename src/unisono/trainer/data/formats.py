@@ -89,7 +89,9 @@ def detect(row: Mapping[str, object], renamed: Renamed) -> tuple[FormatName, str
             continue
         taken, because = _by_its_turns(name, row[file_column[0]])
         others = [c for c in columns if c not in _file_columns(taken, renamed)]
-        others = [shown(c) for c in others if c not in _PICTURE_COLUMNS]  # they are read, or refused
+        pictures = {column_of(column, renamed) for column in _PICTURE_COLUMNS}
+        pictures |= {"objects"} if isinstance(row.get("objects"), dict) else set()
+        others = [shown(c) for c in others if c not in pictures]  # they are read, or refused
         why = f"the first row has {' and '.join(file_column)}{because}"
         return taken, why + (f"; not read: {', '.join(others[:6])}" if others else "")
     return None

@@ -4,7 +4,7 @@ the writer.
 
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
     BadRow,
+    Conversation,
     EmptyAnswerError,
     Example,
     Exchange,
@@ -34,13 +35,17 @@ from unisono.trainer.data import (
 )
 from unisono.trainer.data.encode import RowEncoder
 from unisono.trainer.data.formats import FLAGS, FormatName
+from unisono.trainer.data.pictures.boxes import with_boxes
 from unisono.trainer.data.pictures.row_pictures import (
     PictureColumns,
+    has_objects,
     has_picture,
+    row_hosts,
     take_pictures,
     with_pictures,
 )
 from unisono.trainer.data.pictures.store import PictureError, TablePicture
+from unisono.trainer.data.prompt_rows import prompt_turns
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.row_names import RowNames
 from unisono.trainer.data.source_format import (
@@ -50,8 +55,9 @@ from unisono.trainer.data.source_format import (
     RATING,
     SourceFormat,
     settle_format,
+    with_file_names,
 )
-from unisono.trainer.data.sources import RowSource
+from unisono.trainer.data.sources import RowSource, names_pictures
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, TokenWriter
 
 TooLong = Literal["error", "cut", "drop", "split", "balanced", "keep-answer"]
@@ -286,6 +292,8 @@ _BATCH = 512  # rows that go through the tokenizer together
 _RATED_BATCH = 1000  # rated answers get the answers of other rows of their batch, as LLaMA-Factory's
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
+_INSERTS: tuple[FormatName, ...] = ("messages", "prompt-completion", "preference", "prompt")
+"""Formats of rows whose pictures may have no place, as in TRL."""
 
 
 def _numbers() -> "array[int]":
@@ -393,8 +401,9 @@ class Ingest:
         self.usable = UsableRows()
         self.formats: list[str] = []
         self.not_rendered: dict[int, list[str]] = {}
-        self._with_control_tokens = self._with_inserted = 0
+        self._with_control_tokens = self._with_inserted = self._with_videos = 0
         self._picture_columns: PictureColumns | None = None
+        self._folders: dict[str, Path] = {}
         self._data = data
         self._encoder = encoder
         self._ledger = ledger
@@ -424,11 +433,13 @@ class Ingest:
         leading = list(_up_to_first(rows))
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
+        source = replace(source, section=with_file_names(source, leading[-1]))
         settled = settle_format(source.section, leading[-1], objective=self._objective, key=source.key)
         source, name = replace(source, section=settled.section), settled.name
         self.formats += [settled.line] if settled.line else []
         names = self._names(source, name)
         self._picture_columns = self._columns_of_pictures(source, name)
+        self._folders = {file.name: file.path.parent for file in source.files}
         readable = self._readable(source, name, chain(leading, rows), names)
         while batch := list(islice(readable, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
             self._read_batch(path, batch, settled)
@@ -458,14 +469,16 @@ class Ingest:
             return None
         section = source.section
         named = section.media_dir or self._data.media_dir
-        folders = [expand(named)] if named else [*dict.fromkeys(f.path.parent for f in source.files), Path()]
+        folders = [expand(named) if named else Path()]
         tag = None if section.tags is None else section.tags.content_tag
-        inserts = section.tags is None and name in ("messages", "prompt-completion")
+        inserts = section.tags is None and (name in _INSERTS or names_pictures(source))
         return PictureColumns.of(
             section.columns,
             content_tag=tag,
             inserts=inserts,
             folders=[folder.absolute() for folder in folders],
+            hosts=row_hosts(self._data),
+            frames=None if self._encoder.pictures is None else self._encoder.pictures.videos,
         )
 
     def _limit_of(self, source: RowSource) -> int | None:
@@ -519,6 +532,12 @@ class Ingest:
                 f"{self._with_inserted} rows have no place for their pictures (e.g. <image>), which are at the"
                 " beginning of the first message of the user, as in TRL"
             )
+        if self._with_videos and self._encoder.pictures is not None:
+            name = type(self._encoder.pictures.processor.processor).__name__
+            messages.append(
+                f"rows with videos: {self._with_videos}; {name} has no tokens for videos, so their frames are"
+                f" pictures, one after the other, at most {self._data.frames.max} of each (data.frames)"
+            )
         if self._with_control_tokens:
             rows = self._with_control_tokens
             messages.append(
@@ -543,7 +562,7 @@ class Ingest:
 
     def _read_batch(self, path: str, batch: list[tuple[Place, Example]], settled: SourceFormat) -> None:
         counts = self._ledger.sources[-1]
-        encoded_rows = self._encoded([example for _, example in batch])
+        encoded_rows = self._encoded_with_boxes([example for _, example in batch])
         if self._objective in RATINGS and len(batch) == 1:
             self._encoder.warnings.append(
                 f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its"
@@ -560,6 +579,22 @@ class Ingest:
             else:
                 self._take(location, encoded, counts)
 
+    def _encoded_with_boxes(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
+        """The units of the examples, of which the boxes are written as the model's family does."""
+        store = self._encoder.pictures
+        seen = [one for one in examples if isinstance(one, Conversation | Exchange)]
+        if store is None or all(one.objects is None for one in seen):
+            return self._encoded(examples)
+        store.decode(picture for one in seen for picture in one.pictures)
+        written: list[Example | RowError] = []
+        for example in examples:
+            try:
+                written.append(with_boxes(example, store, self._data.boxes))
+            except RowError as error:
+                written.append(error)
+        units = iter(self._encoded([one for one in written if not isinstance(one, RowError)]))
+        return [one if isinstance(one, RowError) else next(units) for one in written]
+
     def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
         """The units of the examples, as the objective needs them."""
         if self._objective in PAIRS:
@@ -574,7 +609,7 @@ class Ingest:
     def _example(self, name: FormatName, row: RawRow, source: RowSource, names: RowNames) -> Example | BadRow:
         try:
             value = names.checked(row)
-            example = self._read_example(name, value, source)
+            example = self._read_example(name, replace(row, value=value), source)
             self._refuse_other_units(example)
         except RowError as error:
             return error.at(row.place)
@@ -584,27 +619,37 @@ class Ingest:
     def _reads_pictures(self) -> bool:
         return self._encoder.pictures is not None or not self._refuses_pictures
 
-    def _read_example(self, name: FormatName, value: Mapping[str, object], source: RowSource) -> Example:
+    def _read_example(self, name: FormatName, row: RawRow, source: RowSource) -> Example:
         """The example of a row, with its pictures.
 
         Raises:
             PicturesFound: if it has some, and the encoder reads none.
             RowError: if it cannot be read.
         """
-        if self._picture_columns is not None and self._encoder.pictures is None:
-            if has_picture(value, self._picture_columns):
+        columns = self._picture_columns
+        if columns is not None and name == "prompt":  # its other columns are for rewards
+            turns = prompt_turns(row.value, source.section.columns)
+            columns = replace(columns, turns=turns, sides=(), objects=None)
+        if columns is not None and self._encoder.pictures is None:
+            if has_picture(row.value, columns):
                 raise PicturesFound
-        elif self._picture_columns is not None:
-            return self._with_pictures(name, value, source, self._picture_columns)
-        return self._encoder.read_row(name, value, source.section)
+            if has_objects(row.value, columns):
+                take_pictures(row.value, columns)  # refuses boxes without a picture
+        elif columns is not None:
+            return self._with_pictures(name, row, source, columns)
+        return self._encoder.read_row(name, row.value, source.section)
 
     def _with_pictures(
-        self, name: FormatName, value: Mapping[str, object], source: RowSource, columns: PictureColumns
+        self, name: FormatName, row: RawRow, source: RowSource, columns: PictureColumns
     ) -> Example:
-        row = take_pictures(value, columns)
-        example = self._encoder.read_row(name, row.value, source.section)
-        self._with_inserted += row.inserted
-        return with_pictures(example, row) if row.pictures else example
+        if (source.section.media_dir or self._data.media_dir) is None:
+            beside = self._folders[row.place.file].absolute()
+            columns = replace(columns, folders=[beside, *columns.folders])
+        taken = take_pictures(row.value, columns)
+        example = self._encoder.read_row(name, taken.value, source.section)
+        self._with_inserted += taken.inserted and not names_pictures(source)
+        self._with_videos += bool(taken.videos)
+        return with_pictures(example, taken) if taken.pictures else example
 
     def _refuse_other_units(self, example: Example) -> None:
         """Refuses rated answers where pairs are needed, and pairs where rated answers are; and
@@ -714,13 +759,13 @@ def _refuse_cut_pictures(unit: EncodedUnit, *, max_length: int, too_long: TooLon
     Raises:
         RowError: then.
     """
-    row = unit.sides[0]
-    if not row.pictures or len(row.ids) <= max_length or too_long in ("error", "drop"):
+    longest = max(len(side.ids) for side in _decisive(unit))
+    if not unit.sides[0].pictures or longest <= max_length or too_long in ("error", "drop"):
         return
-    if too_long == "cut" and row.pictures_end <= max_length:
+    if too_long == "cut" and unit.sides[0].pictures_end <= max_length:
         return
     raise RowError(
-        f"it has {len(row.ids)} tokens, max_length is {max_length}, and a picture is never cut",
+        f"it has {longest} tokens, max_length is {max_length}, and a picture is never cut",
         "raise data.max_length, lower data.pixels.max, or set data.too_long: drop",
     )
 

@@ -263,7 +263,7 @@ def with_answer_of(
     )
     if isinstance(row, Completion):
         return Conversation([{"role": "user", "content": row.prompt}, answer])
-    return Conversation([*row.messages[:-1], answer], row.tools)
+    return Conversation([*row.messages[:-1], answer], row.tools, row.pictures)
 
 
 class _PreferenceRow:

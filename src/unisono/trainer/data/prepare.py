@@ -41,10 +41,11 @@ from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_j
 from unisono.base.text import Duration
 from unisono.trainer.config.named_templates import lf_version, local_day
 from unisono.trainer.config.schema import RunConfig, sources_of
-from unisono.trainer.config.sections import GRPO, lf_name, rows_of
+from unisono.trainer.config.sections import GRPO, WITH_PICTURES, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
 from unisono.trainer.data.pictures.processor import PictureProcessor, processor_digests
+from unisono.trainer.data.pictures.row_pictures import row_hosts
 from unisono.trainer.data.pictures.store import PictureStore, changed_picture, read_pictures
 from unisono.trainer.data.sources import RowSource, find_sources
 from unisono.trainer.data.token_table import TokenTable
@@ -142,16 +143,27 @@ def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredien
     """What decides the tokens of pictures, if the model reads them."""
     if processor is None:
         return {}
-    bounds, folder = config.data.pixels.model_dump(mode="json"), config.data.media_dir
+    data = config.data
+    bounds, folder = data.pixels.model_dump(mode="json"), data.media_dir
+    frames = data.frames.model_dump(mode="json")
+    hosts = {"data.image_hosts": sorted(data.image_hosts)} if data.image_hosts else {}
     digests = {f"the processor's {name}": value for name, value in processor_digests(processor).items()}
-    return {"data.pixels": bounds, "data.media_dir": folder, **digests}
+    return {
+        "data.pixels": bounds,
+        "data.media_dir": folder,
+        "data.boxes": data.boxes,
+        "data.frames": frames,
+        **hosts,
+        **digests,
+    }
 
 
 def _answer_ingredients(config: RunConfig) -> Ingredients:
-    """Of prompts: the room for an answer."""
+    """Of prompts: the room for an answer, and whether they may have pictures."""
     if config.objective != GRPO:
         return {}
-    room = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    room: Ingredients = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    room |= {"rollout.engine": config.rollout.engine} if config.rollout.engine != "own" else {}
     return room | ({"rollout.environment": "any"} if config.rollout.environment is not None else {})
 
 
@@ -392,16 +404,27 @@ def _build(
         loaded = PictureProcessor(processor, trust_remote_code=config.model.trust_remote_code)
         for file in directory.iterdir():
             file.unlink()
-        store = PictureStore(loaded, config.data.pixels, cache_dir=directory.parent.parent)
-        build(make(pictures=store))
+        store = PictureStore(
+            loaded,
+            config.data.pixels,
+            cache_dir=directory.parent.parent,
+            hosts=row_hosts(config.data),
+            frames=config.data.frames,
+        )
+        with contextlib.closing(store.videos):
+            build(make(pictures=store))
 
 
 def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
     """Why rows with pictures are refused; "" if they are not."""
     if processor is None:
         return "this model reads text only"
-    if config.objective != "sft":
+    if config.objective not in WITH_PICTURES:
         return f"objective {config.objective} trains on text only"
+    if config.objective == GRPO and config.rollout.engine == "vllm":
+        return "rollout.engine: vllm gets prompts of text"
+    if config.objective == GRPO and config.rollout.environment is not None:
+        return "conversations in rollout.environment are of text"
     if lf_name(config.data.template) is not None and config.data.control_tokens == "escape":
         return f"data.control_tokens: with {config.data.template} it would escape the tokens of pictures, too"
     return ""
@@ -409,7 +432,7 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
 
 def _with_same_pictures(lookup: CacheLookup) -> CacheLookup:
     """The lookup; a miss if a picture is not the one that was prepared. Its table is removed."""
-    why = changed_picture(read_pictures(lookup.directory)) if lookup.hit else None
+    why = changed_picture(lookup.directory) if lookup.hit else None
     if why is None:
         return lookup
     shutil.rmtree(lookup.directory, ignore_errors=True)

@@ -43,6 +43,14 @@ def prompt_column(row: Mapping[str, object], renamed: Renamed) -> str | None:
     return next((name for name in _PROMPTS if row.get(column_of(name, renamed) or "") is not None), None)
 
 
+def prompt_turns(row: Mapping[str, object], renamed: Renamed) -> list[str]:
+    """The file's columns that are the prompt of a row, in the order of a conversation."""
+    name = prompt_column(row, renamed)
+    names = ("history", name, "input") if name == "instruction" else (name,)
+    columns = (column_of(one, renamed) for one in names if one is not None)
+    return [column for column in columns if column is not None]
+
+
 def read_open_prompt(row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None) -> OpenPrompt:
     """The question of a row: its prompt without an answer, and all columns that are not the prompt.
 

@@ -86,7 +86,7 @@ class RowNames:
             key: of its section in the config, for messages.
             ignore: keys of messages that are not read.
             template: gives the text of the chat template: a key that it reads is known.
-            refuses_pictures: why pictures are refused; "": only videos and recordings are.
+            refuses_pictures: why pictures and videos are refused; "": only recordings are.
         """
         self.has_flags = False
         self._section = section
@@ -101,9 +101,9 @@ class RowNames:
         self._rows = 0
         turns = (section.columns.get(turn, turn) for turn in _TURNS if turn in READABLE[name])
         self._turns = [column for column in turns if column is not None]
-        refused = {kind for kind, what in MEDIA.items() if refuses_pictures or what != "a picture"}
+        refused = {kind for kind, what in MEDIA.items() if refuses_pictures or what == "a recording"}
         media = {section.columns.get(kind, kind): kind for kind in MEDIA if kind in refused}
-        self._refuses = refuses_pictures or "only text and pictures can be trained on"
+        self._refuses = refuses_pictures or "only text, pictures and frames of videos can be trained on"
         self._media = {column: kind for column, kind in media.items() if column is not None}
         self._known = _KNOWN if section.tags is None else dict.fromkeys(_KNOWN, _of_tags(section.tags))
         self._read_by_template: dict[str, bool] = {}
@@ -211,7 +211,7 @@ class RowNames:
         """Columns that the config names, and that the format has no use for."""
         readable = READABLE[self._name]
         for ours, theirs in self._section.columns.items():
-            if theirs is None or ours in readable or ours in MEDIA:
+            if theirs is None or ours in readable or ours in MEDIA or ours == "objects":
                 continue
             near = nearest(ours, sorted(readable))
             yield Problem(

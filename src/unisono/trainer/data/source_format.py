@@ -22,6 +22,7 @@ from unisono.trainer.data.formats import COLUMNS, FormatName, Renamed, column_of
 from unisono.trainer.data.preference_rows import is_rated, sides_in, turns_of_transcript
 from unisono.trainer.data.prompt_rows import prompt_column
 from unisono.trainer.data.row_names import READABLE
+from unisono.trainer.data.sources import RowSource, names_pictures
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "instruction": (
@@ -42,6 +43,7 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
 }
 """What datasets call our columns, besides our own names; in any case of letters."""
 
+_FILE_NAMES = ("file_name", "file_names")
 _INPUTS = ("input", "输入")  # without a question, this is the question
 _SAME = {"instruction": "prompt", "output": "completion"}  # the names of prompt-completion rows
 _MEANING = {
@@ -113,6 +115,17 @@ class SourceFormat:
     def answer(self) -> str | None:
         """Our name of the column with the answer; None in other formats."""
         return {"alpaca": "output", "prompt-completion": "completion"}.get(self.name)
+
+
+def with_file_names(source: RowSource, first: Row) -> SourceSection:
+    """The section of a source, with its column of pictures if its rows name some in a metadata
+    file: `file_name`, or `file_names` for several.
+    """
+    section = source.section
+    if isinstance(first, BadRow) or "images" in section.columns or not names_pictures(source):
+        return section
+    column = next((name for name in _FILE_NAMES if name in first.value), None)
+    return section if column is None else _with_columns(section, {"images": column})
 
 
 def settle_format(section: SourceSection, first: Row, *, objective: str, key: str) -> SourceFormat:

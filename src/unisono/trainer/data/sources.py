@@ -114,11 +114,21 @@ def find_local(named: str, key: str) -> list[RowFile] | None:
     raise DataError.of(fault.what, where=key, why=fault.why, fix=fault.fix)
 
 
+_METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+"""Files of which each row names a picture beside it, as in `imagefolder` of Hugging Face."""
+
+
+def names_pictures(source: RowSource) -> bool:
+    """Whether the rows of a source name pictures in the directories of its files."""
+    return all(file.path.name in _METADATA for file in source.files)
+
+
 _SAME_KIND = {"jsonl": "json", "ndjson": "json"}
 
 
 def _files_in(path: Path, text: str, key: str) -> list[RowFile]:
-    """The files of a directory, sorted by name, all of one type. Hidden files are left out.
+    """The files of a directory, sorted by name, all of one type; of one with pictures its metadata
+    file. Hidden files are left out.
 
     Raises:
         DataError: if there are none, or of several types, or the directory has directories.
@@ -130,6 +140,7 @@ def _files_in(path: Path, text: str, key: str) -> list[RowFile]:
         raise DataError.of(
             f"the directory {text} cannot be read", where=key, why=str(error), fix="check its permissions"
         ) from error
+    names = [name for name in names if name in _METADATA][:1] or names
     files = [RowFile(path / name, f"{text.rstrip('/')}/{name}", kind_of(name)) for name in names]
     for file in files:
         fault = fault_of(file.path, file.name)

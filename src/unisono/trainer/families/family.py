@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # tasks without torch use `Files` and `Preparation`
     import torch
 
     from unisono.trainer.checkpoint.manifest import FileEntry
-    from unisono.trainer.model.forward import Forward
+    from unisono.trainer.model.forward import Forward, PictureProbe
     from unisono.trainer.model.load import LoadedModel
     from unisono.trainer.model.result_outputs import ResultOutputs
 
@@ -111,6 +111,10 @@ class ContentsLoader(Protocol):
     tokens, both splits together.
     """
 
+    @property
+    def feature_ids(self) -> Sequence[int]:
+        """The tokens of which each stands for a part of contents; no loss counts them."""
+
     def load(self, numbers: Sequence[int], seeds: Sequence[int], steps: Sequence[int], /) -> Any:
         """The contents of some rows in training, ready for a forward.
 
@@ -157,6 +161,11 @@ class Training(Protocol):
         self, plan: RunPlan, loaded: "LoadedModel", root: "torch.nn.Module | None"
     ) -> "Forward":
         """The forward of a run; `root` is the model whose weights are sharded."""
+
+    def probe(self, plan: RunPlan, device: "torch.device") -> "PictureProbe | None":
+        """Rows with pictures on which implementations of a forward are compared; None without
+        any.
+        """
 
     def open_contents(
         self, plan: RunPlan, forward: "Forward", device: "torch.device", *, draws: bool

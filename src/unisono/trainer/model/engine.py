@@ -5,7 +5,8 @@ The answer to a prompt is that of `model.generate`: the same tokens in float32, 
 computed beside it. A long prompt is read in parts, with a token of every running answer between two
 of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
 Answers to the same prompt that begin together read it once. A prompt with pictures is read alone
-and as a whole, since what the model makes of its pictures may depend on all of it.
+and as a whole, since what the model makes of its pictures may depend on all of it; answers to it
+share the object of its pictures.
 
 Letters: B answers of a batch, P their different prompts, L tokens so far of the longest, V
 vocabulary.
@@ -254,7 +255,7 @@ class Engine:
             prompts.add(tuple(answer.prompt))
             if begun and len(prompts) * read > _PROMPT_TOKENS:
                 break
-            if self._together and begun and (answer.pictures or begun[-1].pictures):
+            if self._together and begun and not _share_pictures(begun[-1], answer):
                 break
             begun.append(answer)
         self.waiting = self.waiting[len(begun) :]
@@ -531,6 +532,13 @@ class _Batch:
         layer.
         """
         return [layer for layer in self._cache.layers if layer.is_initialized]
+
+
+def _share_pictures(one: GeneratedAnswer, other: GeneratedAnswer) -> bool:
+    """Whether neither has pictures, or both have the same prompt with them."""
+    if one.pictures is None or other.pictures is None:
+        return one.pictures is other.pictures
+    return one.pictures is other.pictures and list(one.prompt) == list(other.prompt)
 
 
 def _prompt(answer: GeneratedAnswer) -> tuple[int, ...]:

@@ -227,8 +227,12 @@ class Forward:
 
     def frozen_vision(self, sample: Mapping[str, torch.Tensor]) -> FrozenVision | None:
         """The vision part if its features of pictures can be kept, tested with one; else None."""
-        with self._precision():
-            return FrozenVision.of(self.loaded.base, sample)
+
+        def tested() -> FrozenVision | None:
+            with self._precision():
+                return FrozenVision.of(self.loaded.base, sample)
+
+        return self.within(tested)
 
     def within(self, use: Callable[[], T]) -> T:
         """Returns the result of `use`, called while all weights are unsharded.
@@ -278,7 +282,7 @@ class Forward:
 
     def _loss(self, rows: Rows, count: int | torch.Tensor, smoothing: float) -> torch.Tensor:
         how: Any = {"count": count, "smoothing": smoothing}
-        with self._precision(), self._noise(rows), self._recorded(rows):
+        with self._precision(), self._embedded(rows), self._recorded(rows):
             if self.head == "chunked":
                 weight, scale = _head_matrix(self.loaded.base)
                 return head_loss(
@@ -296,7 +300,7 @@ class Forward:
         return self.within(lambda: self._log_probs(rows, temperature))
 
     def _log_probs(self, rows: Rows, temperature: float) -> torch.Tensor:
-        with self._precision(), self._noise(rows), self._recorded(rows):
+        with self._precision(), self._embedded(rows), self._recorded(rows):
             if self.head == "chunked":
                 weight, scale = _head_matrix(self.loaded.base)
                 hidden = self._hidden(rows)
@@ -304,6 +308,14 @@ class Forward:
                 return head_log_probs(hidden, weight, rows.labels, dtype=self.dtype, scale=scale)
             logits = self._logits(rows)
             return logits_log_probs(logits if temperature == 1 else logits / temperature, rows.labels)
+
+    def logits(self, rows: Rows) -> torch.Tensor:
+        """Returns the logits at the loss tokens: (N, V) float32."""
+        return self.within(lambda: self._precise_logits(rows))
+
+    def _precise_logits(self, rows: Rows) -> torch.Tensor:
+        with self._precision():
+            return self._logits(rows).float()
 
     def scores(self, rows: Rows) -> torch.Tensor:
         """Returns a reward model's score of each row, at its last token that is not padding: (R,)
@@ -316,7 +328,7 @@ class Forward:
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         base = self.loaded.base
-        with self._precision(), self._noise(rows), self._recorded(rows):
+        with self._precision(), self._embedded(rows), self._recorded(rows):
             if self.head == "model":  # only padded rows have one value each in the model's own forward
                 ids, _, _ = _padded_inputs(rows, fill=_pad_of(base))
                 return base(input_ids=ids, use_cache=False).logits[:, 0].float()
@@ -331,24 +343,40 @@ class Forward:
             yield
 
     @contextlib.contextmanager
-    def _noise(self, rows: Rows) -> Any:
-        """A context in which the rows' noise is added to the output of the embedding."""
-        if rows.noise is None:
+    def _embedded(self, rows: Rows) -> Any:
+        """A context in which the rows' noise is added to the output of the embedding, and of rows
+        without pictures 0 times the parameters of sharded weights that pictures alone reach.
+
+        Every rank reduces the same gradients then, in the same order, whatever rows it has: the
+        input of the first layer needs a gradient with pictures, too.
+        """
+        added = []
+        if rows.noise is not None:
+            added.append(rows.noise[None] if self.layout == "flat" else _padded_values(rows, rows.noise))
+        if self.loaded.of_pictures and rows.pictures is None and torch.is_grad_enabled():
+            values = (getattr(module, name).view(-1)[0] for module, name in self._of_pictures)
+            added.append(0.0 * torch.stack([value.float() for value in values]).sum())
+        if not added:
             yield
             return
-        noise = rows.noise[None]  # (1, T, E)
-        if self.layout == "padded":
-            noise = _padded_values(rows, rows.noise)
 
         def add(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             del module, inputs
-            return output + noise.to(output.dtype)
+            for value in added:  # (1, T, E), (R, L, E), or a scalar
+                output = output + value.to(output.dtype)
+            return output
 
         hook = self.loaded.base.get_input_embeddings().register_forward_hook(add)
         try:
             yield
         finally:
             hook.remove()
+
+    @cached_property
+    def _of_pictures(self) -> list[tuple[torch.nn.Module, str]]:
+        """The modules of `LoadedModel.of_pictures`, and their names in these."""
+        places = (name.rpartition(".") for name in self.loaded.of_pictures)
+        return [(self.loaded.model.get_submodule(module), name) for module, _, name in places]
 
     def _recorded(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
         """A context in which the decisions of routers are recorded, in training."""
@@ -378,8 +406,19 @@ class Forward:
         """What gives the hidden states of rows: the decoder; for pictures the module around it and
         the vision part.
         """
+        pictures = self._pictures_of(rows)
+        return self._body if pictures is None else _seeing(self._seer, pictures)
+
+    def _pictures_of(self, rows: Rows) -> PictureInputs | None:
+        """The pictures of rows; in full if features of them are kept of a different model."""
         pictures = rows.pictures
-        return self._body if pictures is None else _seeing(with_vision(self.loaded.base), pictures)
+        if pictures is None or pictures.kept is None or pictures.kept.vision.module is self._seer:
+            return pictures
+        return pictures.in_full()
+
+    @cached_property
+    def _seer(self) -> Any:
+        return with_vision(self.loaded.base)
 
     @cached_property
     def _body(self) -> Any:
@@ -398,8 +437,8 @@ class Forward:
 
     def _whole(self, rows: Rows) -> Callable[..., Any]:
         """What gives the logits of rows."""
-        base = self.loaded.base
-        return base if rows.pictures is None else _seeing(base, rows.pictures)
+        base, pictures = self.loaded.base, self._pictures_of(rows)
+        return base if pictures is None else _seeing(base, pictures)
 
     def _merged(self, rows: Rows) -> Merged | None:
         """Which tokens are computed; None for all."""

@@ -169,9 +169,7 @@ class FrozenVision:
 
     def _run(self, tensors: Tensors) -> dict[str, Any]:
         """The fields of the vision part's output that are used, for one picture."""
-        names = inspect.signature(self.module.get_image_features).parameters
-        given = {name: value for name, value in tensors.items() if name in names}
-        output = self.module.get_image_features(**given, return_dict=True)
+        output = _seen(self.module, tensors)
         self._kind = type(output)
         return {name: output[name] for name in _USED if output.get(name) is not None}
 
@@ -246,6 +244,36 @@ class KeptPictures:
     def tensors(self) -> list[Tensors]:
         """Those of each picture, for a model that gets pixels."""
         return [self.pixels(n) for n in self.numbers]
+
+
+def _seen(module: Any, tensors: Tensors) -> Any:
+    """What the vision part of a model gives for one picture."""
+    names = inspect.signature(module.get_image_features).parameters
+    given = {name: value for name, value in tensors.items() if name in names}
+    return module.get_image_features(**given, return_dict=True)
+
+
+def reached_by_pictures(
+    base: Any, trained: Mapping[str, torch.nn.Parameter], sample: Tensors
+) -> tuple[str, ...]:
+    """The names of trained parameters that are outside of the decoder, and have a gradient if rows
+    have pictures.
+
+    Args:
+        base: of transformers, with or without layers of an adapter.
+        trained: parameters by name.
+        sample: the tensors of any picture.
+    """
+    inside = text_prefixes(base)
+    names = [name for name in trained if part_of(name, inside) != "language"]
+    if not names:
+        return ()
+    with torch.enable_grad():
+        output = _seen(with_vision(base), sample)
+        total = torch.stack([one.float().sum() for one in tree_leaves([output.get(name) for name in _USED])
+                             if isinstance(one, torch.Tensor)]).sum()  # fmt: skip
+        gradients = torch.autograd.grad(total, [trained[name] for name in names], allow_unused=True)
+    return tuple(name for name, gradient in zip(names, gradients, strict=True) if gradient is not None)
 
 
 def _frozen_modules(module: Any, others: set[torch.nn.Module]) -> dict[str, torch.nn.Module]:

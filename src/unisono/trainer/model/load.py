@@ -85,6 +85,8 @@ class LoadedModel:
         base_changes: how frozen weights in memory differ from their files.
         quantized_digest: of quantized weights with their scales; empty without any, and until
             training sets it.
+        of_pictures: names of the trained parameters that rows without pictures do not reach; empty
+            unless weights are sharded.
     """
 
     model: torch.nn.Module
@@ -94,6 +96,7 @@ class LoadedModel:
     parameters: int
     base_changes: BaseChanges = field(default_factory=dict)
     quantized_digest: str = ""
+    of_pictures: tuple[str, ...] = ()
 
     def collect_trainable(self) -> None:
         """Collects the trained parameters again, after sharding has replaced them."""

@@ -259,8 +259,8 @@ class Orpo(Objective):
     model (arXiv:2403.07691).
 
     As in TRL, the cross entropy is that of all tokens of the chosen row, prompt and answer, and a
-    mean over the tokens of the global batch; the odds ratio is a mean over pairs. A reward is β
-    times the mean log-probability of an answer's tokens.
+    mean over the tokens of the global batch (those of pictures are not predicted); the odds ratio
+    is a mean over pairs. A reward is β times the mean log-probability of an answer's tokens.
     """
 
     settings: PreferenceSection
@@ -280,21 +280,24 @@ class Orpo(Objective):
         losses = orpo_losses(chosen, rejected, beta=section.beta)
         if section.sft_weight:
             losses = losses - section.sft_weight * chosen
-        loss = cross_entropy / (counts.first_tokens - counts.units) + losses.sum() / counts.units
+        predicted = counts.first_tokens - counts.unpredicted - counts.units
+        loss = cross_entropy / predicted + losses.sum() / counts.units
         rewards = section.beta * chosen.detach(), section.beta * rejected.detach()
         return Part(loss, pair_sums(*rewards, chosen, rejected))
 
 
 def _with_prompts(rows: Rows) -> Rows:
-    """The rows with every token of chosen rows but the first as a loss token; rejected rows keep
-    theirs.
+    """The rows with every token of chosen rows as a loss token, but the first one and those of
+    pictures; rejected rows keep theirs.
     """
     device = rows.input_ids.device
     lengths = torch.tensor(rows.lengths, device=device)
     row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=device), lengths)  # (T,)
     predicts = (row_of % 2 == 0) & (rows.position_ids < lengths[row_of] - 1)
-    predicts[rows.label_index] = True
     labels = torch.roll(rows.input_ids, -1)
+    if rows.pictures is not None:
+        predicts &= ~torch.isin(labels, torch.tensor(rows.pictures.image_ids, device=device))
+    predicts[rows.label_index] = True
     labels[rows.label_index] = rows.labels  # an answer may be closed by a token that is not the next one
     index = predicts.nonzero()[:, 0]
     counts = torch.bincount(row_of[index], minlength=len(rows.lengths)).tolist()

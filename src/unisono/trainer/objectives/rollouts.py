@@ -30,12 +30,13 @@ from unisono.trainer.batches.source import (
     agree_on,
 )
 from unisono.trainer.batches.table import EvaluationRows, TableSource
+from unisono.trainer.config.answer_functions import function_names
 from unisono.trainer.model.engine import GeneratedAnswer
-from unisono.trainer.model.forward import Forward
+from unisono.trainer.model.forward import Forward, PictureInputs, Rows
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
 from unisono.trainer.objectives.agreement import sum_or_fail
 from unisono.trainer.objectives.environments.episodes import EpisodePlayer
-from unisono.trainer.objectives.rewards.calls import RewardError, reward_names
+from unisono.trainer.objectives.rewards.calls import RewardError
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rewards.verdicts import verdict_on
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
@@ -88,10 +89,10 @@ class RolloutSource(BatchSource):
         self._tokenizer = forward.loaded.tokenizer
         self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
         of_environment = [] if player is None or player.reward_name is None else [player.reward_name]
-        self._names = [*reward_names(config.rewards), *of_environment]
+        self._names = [*function_names(config.rewards), *of_environment]
         self._groups: dict[int, list[AnswerGroup]] = {}  # by step, those of the present rollout
         self._times = _Times(0.0, 0.0)
-        self._pad_id = EndTokens.of(prompts, forward).pad_id
+        self._ends = EndTokens.of(prompts, forward)
         self._version = 0 if rank.plan.resume is None else rank.plan.resume.step  # of the weights, in steps
 
     def step(self, step: int) -> StepBatches:
@@ -174,6 +175,7 @@ class RolloutSource(BatchSource):
         (unit,) = prompts.rows.units_of([group.sequence])
         group.draw, group.answers = draw, []
         group.row, group.prompt = table.row_id(unit), table.row(unit)[0].tolist()
+        group.stored = int(table.columns["stored"][unit])
         group.record = table.record(unit)
 
     def _groups_of_rank(self, step: int) -> list[AnswerGroup]:
@@ -194,9 +196,19 @@ class RolloutSource(BatchSource):
                     row=table.row_id(unit),
                     prompt=table.row(unit)[0].tolist(),
                     record=table.record(unit),
+                    stored=int(table.columns["stored"][unit]),
                 )
             )
         return groups
+
+    def _pictures(self, groups: Sequence[AnswerGroup]) -> PictureInputs | None:
+        """The pictures of prompts, in order; None without any."""
+        contents = self._prompts.rows.contents
+        if contents is None:
+            return None
+        seen = contents.loader.load([group.stored for group in groups], [], [])
+        assert seen is None or isinstance(seen, PictureInputs)
+        return seen
 
     def _sample(self, groups: Sequence[AnswerGroup], *, greedy: bool = False) -> Verdict | None:
         """Samples the answers of some groups with the present weights; or why it cannot."""
@@ -213,9 +225,10 @@ class RolloutSource(BatchSource):
         waiting: list[tuple[AnswerGroup, list[GeneratedAnswer]]] = []
         for group in groups:
             seed = stream_seed(self._seed, _stream("rollout", group.draw), group.place)
-            sampling = self._sampling(seed, greedy=greedy)
+            sampling, most = self._sampling(seed, greedy=greedy), self._section.max_new_tokens
+            pictures = self._pictures([group])
             answers = [
-                GeneratedAnswer(group.prompt, self._section.max_new_tokens, sampling, place=number)
+                GeneratedAnswer(group.prompt, most, sampling, place=number, pictures=pictures)
                 for number in range(size)
             ]
             waiting.append((group, answers))
@@ -345,11 +358,23 @@ class RolloutSource(BatchSource):
             device,
             is_sampled=[answer.is_sampled for answer in answers],
         )
+        rows = replace(self._readable(rows), pictures=self._pictures([group for group, _ in units]))
         if self._reference is not None:
             with torch.no_grad():
                 temperature = self._section.temperature
                 columns["reference"] = self._reference.log_probs(rows, temperature=temperature)
         return Micro(rows, len(units), [group.row for group, _ in units], columns)
+
+    def _readable(self, rows: Rows) -> Rows:
+        """The rows with other tokens where an answer ends with one of a picture: it is predicted
+        there, and nothing follows it.
+        """
+        if not self._ends.of_pictures:
+            return rows
+        ids = torch.tensor(sorted(self._ends.of_pictures), device=rows.labels.device)
+        input_ids = rows.input_ids.clone()
+        input_ids[rows.label_index[torch.isin(rows.labels, ids)] + 1] = self._ends.pad_id
+        return replace(rows, input_ids=input_ids)
 
     def longest(self, sides: Sequence[int], *, padded: bool = False) -> MicroBatch:
         """Answers as long as they may be, to the longest prompt."""
@@ -365,12 +390,15 @@ class RolloutSource(BatchSource):
         table = self._prompts.rows.table
         lengths = table.row_lengths()
         unit = int(lengths.argmax() if longest else lengths.argmin())
-        tokens = [self._pad_id] * (self._section.max_new_tokens if longest else 1)
+        tokens = [self._ends.pad_id] * (self._section.max_new_tokens if longest else 1)
         prompt = table.row(unit)[0].tolist()
         if longest and self._player is not None:  # an environment may make it as long as that
-            prompt += [self._pad_id] * (self._player.most_prompt - len(prompt))
+            prompt += [self._ends.pad_id] * (self._player.most_prompt - len(prompt))
         answer = SampledAnswer(prompt, tokens, [-1.0] * len(tokens), "", is_truncated=False, reward=0.0)
-        group = AnswerGroup(0, 0, unit, table.row_id(unit), prompt, {}, answers=[answer] * count)
+        stored = int(table.columns["stored"][unit])
+        group = AnswerGroup(
+            0, 0, unit, table.row_id(unit), prompt, {}, answers=[answer] * count, stored=stored
+        )
         return self._micro([(group, number) for number in range(count)])
 
     def close(self) -> None:
@@ -399,7 +427,15 @@ class RolloutSource(BatchSource):
         table, rank = evaluation.rows.table, self._rank
         units = range(table.rows)[rank.rank :: rank.world_size]
         groups = [
-            AnswerGroup(0, unit, unit, table.row_id(unit), table.row(unit)[0].tolist(), table.record(unit))
+            AnswerGroup(
+                0,
+                unit,
+                unit,
+                table.row_id(unit),
+                table.row(unit)[0].tolist(),
+                table.record(unit),
+                stored=int(table.columns["stored"][unit]),
+            )
             for unit in units
         ]
         done = self._within_weights(lambda: self._sample(groups, greedy=True) or self._score(groups))

@@ -100,6 +100,7 @@ class AnswerGroup:
         draw: 0 for the prompt of that place; else the number of the prompt that was drawn instead,
             since all rewards to the one before were equal.
         is_replaced: whether another prompt was drawn, so that nothing is trained on these answers.
+        stored: the row of the prompt in the file of tokens.
     """
 
     step: int
@@ -112,6 +113,7 @@ class AnswerGroup:
     is_equal: bool = False
     draw: int = 0
     is_replaced: bool = False
+    stored: int = -1
 
     @property
     def is_same(self) -> bool:

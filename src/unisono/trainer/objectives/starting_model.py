@@ -37,4 +37,5 @@ def starting_model(rank: SourceRank) -> Forward | None:
         quick_adapter=adapter is not None and adapter.is_plain,
         gradient_checkpointing=False,
         trains=False,
+        pictures=training_of(plan).probe(plan, rank.device),
     )

@@ -238,7 +238,6 @@ class _Vision(_Text):
     """Language models that read pictures, with rows that have some."""
 
     folder, training, described = "vision", "vision_model", "a vision-language model"
-    can_shard = False
 
     def size(self, data: DataSummary) -> str:
         pictures = data.pictures

@@ -74,9 +74,10 @@ def estimate_memory(
       unless their sums are counted.
     - other models: reward models, and parameters × bytes of `dtype` for a copy of the start.
     - shards: weights and trainable are divided by the ranks, but not the scales of quantized
-      weights. Embedding and head are whole during a step, and two layers, or the last layers of up
-      to 64 MiB if that is more. With an adapter embedding, head and the last layers of up to 64 MiB
-      are not divided, and two of the other layers are whole.
+      weights. Embedding, head and what reads pictures are whole during a step, and two layers, or
+      the last layers of up to 64 MiB if that is more. With an adapter embedding, head, what reads
+      pictures and the last layers of up to 64 MiB are not divided, and two of the other layers are
+      whole.
 
     Args:
         model: the model's figures.
@@ -256,8 +257,12 @@ class _EstimatedRank:
         if self.model.quantized:
             in_matrices = self.model.linear_parameters * (self.size - self.matrix_bytes)
             saved = int(in_matrices + self.outside * (self.size - self.outside_bytes))
-        vision = self.model.other_parameters if self.model.reads_pictures else 0
-        return (self.model.parameters + vision) * self.size - saved
+        return self.model.parameters * self.size + self.vision - saved
+
+    @property
+    def vision(self) -> int:
+        """Bytes of the parts that read pictures, which are whole during a step."""
+        return self.model.other_parameters * self.size if self.model.reads_pictures else 0
 
     @property
     def scales(self) -> int:
@@ -287,7 +292,7 @@ class _EstimatedRank:
         divided = self.weights - self.scales
         if self.is_full:
             return divided
-        return max(0, divided - self.undivided - int(self.outside * self.outside_bytes))
+        return max(0, divided - self.undivided - self.vision - int(self.outside * self.outside_bytes))
 
     @property
     def whole_layers(self) -> int:
@@ -318,6 +323,7 @@ _TERMS = (
     _Term("weights", "rank_share", lambda r: r.divided // r.shards, lambda r: r.is_sharded),
     _Term("weights", "scales", lambda r: r.scales, lambda r: r.is_sharded),
     _Term("weights", "whole_layers", lambda r: r.whole_layers, lambda r: r.is_sharded),
+    _Term("weights", "vision_part", lambda r: r.vision, lambda r: r.is_sharded),
     _Term("weights", "embedding_and_head", lambda r: int(r.outside * r.outside_bytes),
           lambda r: r.is_sharded),
     _Term("trainable", "values_gradients_optimizer",

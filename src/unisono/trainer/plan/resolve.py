@@ -374,13 +374,6 @@ def _meshes(given: PlanInputs) -> list[Mesh]:
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
             fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
         )
-    if given.model.reads_pictures and not unsharded:
-        raise ConfigError.of(
-            "parallel.strategy is fsdp, and rows have pictures",
-            where="parallel.strategy",
-            why="ranks without pictures in a micro batch would not enter a sharded vision part, for which others wait",
-            fix="set parallel.strategy to ddp",
-        )
     has_full = not family_of(given.model).can_shard or needs_full or quantized_dora
     return unsharded if has_full and unsharded else meshes
 
@@ -485,7 +478,7 @@ def _uneven(nodes: list[NodePlace]) -> list[str]:
 def _silent(given: PlanInputs, mesh: Mesh) -> list[str]:
     """A warning if answers are enabled and cannot be generated: see `RunPlan.answers`."""
     names = sorted({device.name for device in given.devices})
-    requested = [key for key in ("exact_match", "samples") if getattr(given.config.eval, key)]
+    requested = [key for key in ("exact_match", "metrics", "samples") if getattr(given.config.eval, key)]
     if not mesh.forwards_together or len(names) == 1 or given.data.eval is None:
         return []
     return [

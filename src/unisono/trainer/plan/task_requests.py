@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NotRequired, TypedDict
 
 from unisono.guard.supervise.task_requests import TaskRequest
+from unisono.trainer.config.answer_functions import MetricSection
 from unisono.trainer.config.rollout_sections import RewardSection
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import Thinking
@@ -388,6 +389,8 @@ class EvaluateRequest(TaskRequest[Evaluated]):
     Attributes:
         limit: only the first rows.
         each: whether a preference run gives the figures of each row.
+        metrics: of answers; empty: those of the run.
+        trust_code: execute functions of the user's own files.
     """
 
     task: ClassVar = "eval"
@@ -396,6 +399,46 @@ class EvaluateRequest(TaskRequest[Evaluated]):
     cache_dir: Path
     limit: int | None = None
     each: bool = False
+    metrics: tuple[MetricSection, ...] = ()
+    trust_code: bool = False
+
+
+class TasksEvaluated(TypedDict):
+    """Benchmarks of lm-eval.
+
+    Attributes:
+        figures: of each task, by name.
+        results: as lm-eval writes them.
+        samples: each question with the answer and its figures; empty: not requested.
+    """
+
+    description: str
+    figures: dict[str, dict[str, float]]
+    results: Mapping[str, object]
+    samples: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateTasksRequest(TaskRequest[TasksEvaluated]):
+    """Benchmarks of lm-eval.
+
+    Attributes:
+        tasks: names of its tasks, or task files.
+        shots: examples before each question; None: as each task has it.
+        limit: only the first questions of each task.
+        chat: whether questions are written in the chat template.
+        samples: whether each question with its answer is wanted.
+        trust_code: read task files, which can have code, and run tasks that execute answers.
+    """
+
+    task: ClassVar = "eval_tasks"
+    model: RequestedModel
+    tasks: tuple[str, ...]
+    shots: int | None = None
+    limit: int | None = None
+    chat: bool = False
+    samples: bool = False
+    trust_code: bool = False
 
 
 class RewardsEvaluated(TypedDict):

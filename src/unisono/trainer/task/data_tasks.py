@@ -123,7 +123,8 @@ def add_pictures(rows: list[ShownRow], table: TokenTable, directory: Path, token
         numbers = of_rows[int(table.columns["stored"][i])]
         if numbers:
             row["pictures"] = [pictures[number].words for number in numbers]
-        for run in row.get("runs", ()):
+        sides = (row, row.get("chosen"), row.get("rejected"), row.get("kl"))
+        for run in (run for side in sides if side for run in side.get("runs", ())):
             run["text"] = repeated.sub(
                 lambda match: (
                     f"{next(t for t in features if match[0].startswith(t))} × {_count(match[0], features)}"

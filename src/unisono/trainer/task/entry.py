@@ -25,6 +25,7 @@ TASKS: dict[str, tuple[Any, str, str]] = {
     "serve": (requests.ServeRequest, "serving", "run"),
     "eval": (requests.EvaluateRequest, "evaluate", "run"),
     "eval_rewards": (requests.EvaluateRewardsRequest, "reward_evaluation", "run"),
+    "eval_tasks": (requests.EvaluateTasksRequest, "benchmarks", "run"),
     "predict": (requests.PredictRequest, "evaluate", "run_predict"),
     "export": (requests.ExportRequest, "export", "run"),
     "gguf": (requests.GgufRequest, "gguf_export", "run"),

@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import DataError
+from unisono.base.errors import DataError, EndedByVerdict, Problem
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, write_json, write_text
 from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
+from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families import rows_of
 from unisono.trainer.families.vision.pixels import PixelLoader
+from unisono.trainer.families.vision.sight import probe_of
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import Forward, choose_forward
@@ -34,6 +36,10 @@ from unisono.trainer.model.generate import GREEDY, generate
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
+from unisono.trainer.objectives.rewards.calls import RewardError, Scored
+from unisono.trainer.objectives.rewards.pool import RewardPool
+from unisono.trainer.objectives.rewards.verdicts import verdict_on
+from unisono.trainer.objectives.text_scores import bleu, exact_match, rouge_l, similarity
 from unisono.trainer.plan import DataSummary
 from unisono.trainer.plan.task_requests import (
     Evaluated,
@@ -43,15 +49,15 @@ from unisono.trainer.plan.task_requests import (
     PrepareRequest,
     SamplingParams,
 )
-from unisono.trainer.task.inference import InferenceModel, decode, open_requested
-from unisono.trainer.training.evaluation import bleu, exact_match, rouge_l, similarity
+from unisono.trainer.task.inference import InferenceModel, decode, open_requested, refuse_code
+from unisono.trainer.training.answer_metrics import GeneratedRow, metric_means
 
 _TOKENS = 8_192  # per forward
 
 
 def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match,
-    rouge_l, bleu.
+    rouge_l, bleu, and `metric_` with the name of each metric.
     """
     require_rows(request.data)
     opened = open_requested(request.model, report, answers=False)
@@ -60,10 +66,17 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     sequences = list(range(min(request.limit or table.sequences, table.sequences)))
     if data.pictures is not None and opened.processor is None:
         opened = open_requested(request.model, report, answers=False, sees=True)
+    of_table = table_rows(opened, data, table)
     if config.objective in PREFERENCE:
-        figures, rows = preference_figures(opened, config, table, sequences, report, each=request.each)
+        figures, rows = preference_figures(opened, config, of_table, sequences, report, each=request.each)
     else:
-        figures, rows = answer_figures(opened, _rows_of(opened, data, table), sequences, report)
+        figures, rows = answer_figures(
+            opened,
+            of_table,
+            sequences,
+            report,
+            metrics=_metrics(request, opened, config, report),
+        )
     return {
         "description": opened.target.description,
         "ledger": data.ledger,
@@ -91,7 +104,7 @@ def _prepared(config: RunConfig, cache_dir: Path, report: Reporter) -> tuple[Dat
     return data, TokenTable.open(Path(data.cache_dir), "train")
 
 
-def _rows_of(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
+def table_rows(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
     """The rows of a table, with their pictures."""
     rows = TableRows(table, opened.device)
     if data.pictures is not None:
@@ -102,29 +115,94 @@ def _rows_of(opened: InferenceModel, data: DataSummary, table: TokenTable) -> Ta
 
 
 def answer_figures(
-    opened: InferenceModel, of_table: TableRows, sequences: Sequence[int], report: Reporter
+    opened: InferenceModel,
+    of_table: TableRows,
+    sequences: Sequence[int],
+    report: Reporter,
+    *,
+    metrics: RewardPool | None,
 ) -> tuple[dict[str, float | None], list[Mapping[str, object]]]:
     """Loss and scores of answers, and the answers."""
     table = of_table.table
     figures = losses(opened, of_table, sequences, report)
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
     questions = _questions(of_table, rows)
-    answers = answer_all(opened, [question for _, question in questions], report)
+    tokens = answer_all(opened, [question for _, question in questions], report)
+    answers = [text_of(opened, ids) for ids in tokens]
     references = [text_of(opened, question.answer) for _, question in questions]
     pairs = list(zip(answers, references, strict=True))
     figures |= {"questions": len(pairs), "exact_match": None, "rouge_l": None, "bleu": None}
     if pairs:
         figures |= {"exact_match": exact_match(pairs), "rouge_l": rouge_l(pairs), "bleu": bleu(pairs)}
-    return figures, [
+    prompts = [decode(opened.tokenizer, question.prompt) for _, question in questions]
+    ids = [table.row_id(row) for row, _ in questions]
+    lines: list[dict[str, object]] = [
         {
-            "row": table.row_id(row),
-            "prompt": decode(opened.tokenizer, question.prompt),
+            "row": row,
+            "prompt": prompt,
             "answer": answer,
             "reference": reference,
             "exact_match": answer == reference,
         }
-        for (row, question), (answer, reference) in zip(questions, pairs, strict=True)
+        for row, prompt, (answer, reference) in zip(ids, prompts, pairs, strict=True)
     ]
+    if metrics is not None:
+        generated = [
+            GeneratedRow(row, prompt, answer, of_answer, reference)
+            for row, prompt, of_answer, (answer, reference) in zip(ids, prompts, tokens, pairs, strict=True)
+        ]
+        scored = _scored(metrics, generated)
+        figures |= {f"metric_{name}": mean for name, mean in metric_means(scored, metrics.names).items()}
+        for line, one in zip(lines, scored, strict=True):
+            line["metrics"] = one.rewards[0]
+    return figures, list(lines)
+
+
+def _metrics(
+    request: EvaluateRequest, opened: InferenceModel, config: RunConfig, report: Reporter
+) -> RewardPool | None:
+    """The functions to measure answers with: those requested, else those of the run; None if there
+    are none.
+
+    Raises:
+        UsageError: if one that is requested is code that is not trusted.
+    """
+    plan = opened.target.plan
+    metrics = list(request.metrics) or (list(plan.config.eval.metrics) if plan is not None else [])
+    untrusted = [] if request.trust_code else [one.use for one in metrics if one.is_own]
+    if request.metrics and untrusted:
+        refuse_code(untrusted, where="--metric")
+    if untrusted:
+        report.warning(
+            "metrics",
+            f"{', '.join(untrusted)} of the run is not measured: it is code that has not been trusted",
+            fix="read it, and pass --trust-code",
+        )
+        metrics = [one for one in metrics if one.use not in untrusted]
+    if not metrics:
+        return None
+    section = config.eval.model_copy(update={"metrics": metrics})
+    digests = own_code_digests(config.model_copy(update={"eval": section}))
+    return RewardPool(
+        metrics, digests, lambda text: report.phase("reward", f"waiting for {text}"), key="eval.metrics"
+    )
+
+
+def _scored(metrics: RewardPool, rows: Sequence[GeneratedRow]) -> list[Scored]:
+    """What functions give for answers.
+
+    Raises:
+        EndedByVerdict: if one fails whose `on_error` is `error`.
+    """
+    with metrics:
+        try:
+            return metrics.score([row.call() for row in rows])
+        except RewardError as error:
+            verdict = verdict_on(error.failure, what="metric")
+            fix = "fix the function, or set its on_error to skip or a number: --metric '{use: …, on_error: skip}'"
+            raise EndedByVerdict(
+                Problem(verdict.summary, verdict.evidence[0].where, fix=fix), verdict=verdict
+            ) from error
 
 
 def _questions(of_table: TableRows, rows: Sequence[int]) -> list[tuple[int, PromptAnswer]]:
@@ -200,7 +278,7 @@ def losses(
 def preference_figures(
     opened: InferenceModel,
     config: RunConfig,
-    table: TokenTable,
+    rows: TableRows,
     sequences: Sequence[int],
     report: Reporter,
     *,
@@ -209,7 +287,7 @@ def preference_figures(
     """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each`
     those of every pair or rated answer.
     """
-    objective, rows = objective_of(config), TableRows(table, opened.device)
+    objective, table = objective_of(config), rows.table
     counts = rows.counts(sequences)
     groups = [[sequence] for sequence in sequences] if each else list(_groups(table, sequences))
     unit = "pairs" if config.objective in PAIRS else "rows"
@@ -286,7 +364,12 @@ def _reference_forward(opened: InferenceModel, report: Reporter) -> Iterator[For
         loaded.model.requires_grad_(False)  # the fast layers are those of a frozen model
     loaded.model.eval()
     forward = choose_forward(
-        loaded, dtype=opened.dtype, quick_adapter=False, gradient_checkpointing=False, trains=False
+        loaded,
+        dtype=opened.dtype,
+        quick_adapter=False,
+        gradient_checkpointing=False,
+        trains=False,
+        pictures=None if opened.processor is None else probe_of(opened.processor, opened.device),
     )
     loaded.model.eval()
     with forward.without_adapter() if named == "auto" and switches_off else contextlib.nullcontext():
@@ -303,6 +386,7 @@ def _starting_model(opened: InferenceModel, config: RunConfig) -> LoadedModel:
             tokenizer_directory=locate_tokenizer(config),
             dtype=opened.dtype,
             device=opened.device,
+            keeps_parts=opened.processor is not None,
         )
 
 
@@ -313,6 +397,7 @@ def _named_model(opened: InferenceModel, named: str, config: RunConfig) -> Loade
         dtype=DTYPES[opened.dtype],
         trust_remote_code=config.model.trust_remote_code,
         quantized=quantized_load(None, directory, dtype=opened.dtype, device=opened.device),
+        keeps_parts=opened.processor is not None,
     ).to(opened.device)
     return LoadedModel(base, base, opened.tokenizer, {}, base.num_parameters())
 
@@ -323,16 +408,17 @@ def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
     return grouped(((sequence, int(lengths[sequence])) for sequence in sequences), most=_TOKENS)
 
 
-def answer_all(opened: InferenceModel, questions: Sequence[PromptAnswer], report: Reporter) -> list[str]:
-    """Greedy answers, up to twice as long as the longest reference."""
+def answer_all(
+    opened: InferenceModel, questions: Sequence[PromptAnswer], report: Reporter
+) -> list[list[int]]:
+    """Greedy answers, as tokens, up to twice as long as the longest reference."""
     if not questions:
         return []
     limit = 2 * max(len(question.answer) for question in questions) + 8
     special = set(opened.tokenizer.all_special_ids)
     stops = opened.stops(opened.template) | ({question.answer[-1] for question in questions} & special)
     limits = [max(0, min(limit, opened.context - len(question.prompt))) for question in questions]
-    answers = _generate(opened, questions, limits, stops, GREEDY, report)
-    return [text_of(opened, answer) for answer in answers]
+    return _generate(opened, questions, limits, stops, GREEDY, report)
 
 
 def _generate(

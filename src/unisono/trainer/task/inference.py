@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import ModelError, UnisonoError, UsageError
+from unisono.base.errors import ModelError, Problem, UnisonoError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.text import library_words
 from unisono.guard.facts import no_gpus, read_machine
@@ -161,6 +161,25 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
         IntegrityError: if a checkpoint is damaged, or a file differs from its list.
     """
     return open_requested(RequestedModel(name, step), report)
+
+
+def refuse_code(uses: Sequence[str], *, where: str) -> None:
+    """Refuses functions and classes of the user's own, without --trust-code.
+
+    Raises:
+        UsageError: if there is one.
+    """
+    problems = [
+        Problem(
+            f"{use} is code that has not been trusted",
+            where,
+            "a process of the evaluation would execute the file, with your rights",
+            "read it, and pass --trust-code",
+        )
+        for use in uses
+    ]
+    if problems:
+        raise UsageError(*problems)
 
 
 def open_requested(

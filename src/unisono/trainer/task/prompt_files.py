@@ -8,6 +8,7 @@ from typing import Any
 
 from unisono.base.errors import DataError, Problem
 from unisono.base.files import expand, fault_of
+from unisono.base.named_hosts import NamedHosts
 from unisono.trainer.data import PICTURE, BadRow, Message, PictureSource, RawRow, RowError, RowFile
 from unisono.trainer.data.pictures.decoder import Broken, decode_all
 from unisono.trainer.data.pictures.processor import need_pillow
@@ -16,6 +17,8 @@ from unisono.trainer.data.readers import kind_of, read_rows
 
 SHOWN = 20
 """Problems of a file that are listed."""
+NO_HOSTS = NamedHosts(frozenset(), "")
+"""Nothing is fetched for prompts."""
 _COLUMNS = ("messages", "prompt", "text")
 _PICTURES = ("images", "image")
 
@@ -90,7 +93,9 @@ def _prompt_of(row: RawRow | BadRow, folders: Sequence[Path]) -> Prompt | Proble
             f"it has {', '.join(list(row.value)[:6]) or 'nothing'}",
             "add a column `prompt` (text) or `messages` (a list of {role, content})",
         )
-    columns = PictureColumns((column,), _PICTURES, ("content",), inserts=True, folders=folders)
+    columns = PictureColumns(
+        (column,), _PICTURES, ("content",), inserts=True, folders=folders, hosts=NO_HOSTS
+    )
     try:
         taken = take_pictures(row.value, columns)
     except RowError as error:

@@ -14,6 +14,7 @@ from unisono.base.causes import Verdict
 from unisono.base.errors import EndedByVerdict, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.trainer.batches.seeds import stream_seed
+from unisono.trainer.batches.table import TableRows
 from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.config.rollout_sections import RewardSection, RolloutSection
 from unisono.trainer.config.schema import DataSection, RunConfig, SourceSection
@@ -34,8 +35,8 @@ from unisono.trainer.plan.task_requests import (
     RewardsEvaluated,
     SamplingParams,
 )
-from unisono.trainer.task.evaluate import evaluation_config, require_rows
-from unisono.trainer.task.inference import InferenceModel, open_requested
+from unisono.trainer.task.evaluate import evaluation_config, require_rows, table_rows
+from unisono.trainer.task.inference import InferenceModel, open_requested, refuse_code
 from unisono.trainer.task.target import requested_target
 
 _ROWS = 512  # answers that are computed together
@@ -63,8 +64,10 @@ def run(request: EvaluateRewardsRequest, report: Reporter) -> RewardsEvaluated:
     report.phase("model", "reading the model's files")
     data, _ = rows_of(config).prepare(PrepareRequest(config, request.cache_dir), report)
     table = TokenTable.open(Path(data.cache_dir), source.split)
+    if data.pictures is not None and opened.processor is None:
+        opened = open_requested(request.model, report, sees=True)
     groups = [_group(table, row) for row in range(min(request.limit or table.rows, table.rows))]
-    sampler = _AnswerSampler(opened, config, table, request)
+    sampler = _AnswerSampler(opened, config, table_rows(opened, data, table), request)
     waiting, threads = partial(_wait, report), torch.get_num_threads()
     with (
         RewardPool(config.rewards, digests, on_wait=waiting, threads=threads) as pool,
@@ -123,7 +126,7 @@ class _EvaluatedPrompts:
             )
         if not request.trust_code:
             uses = [reward.use for reward in rewards if reward.is_own]
-            _refuse_code([*uses, *([environment.use] if environment else [])])
+            refuse_code([*uses, *([environment.use] if environment else [])], where="--rewards")
         if request.data is not None:
             require_rows(request.data)
             return cls(trained, rewards, request.data, request.data)
@@ -144,25 +147,6 @@ class _EvaluatedPrompts:
     def split(self) -> Split:
         """The split of the token table that has the prompts."""
         return "eval" if self.data is None else "train"
-
-
-def _refuse_code(uses: Sequence[str]) -> None:
-    """Refuses functions and classes of the user's own, without --trust-code.
-
-    Raises:
-        UsageError: if there is one.
-    """
-    problems = [
-        Problem(
-            f"{use} is code that has not been trusted",
-            "--rewards",
-            "a process of the evaluation would execute the file, with your rights",
-            "read it, and pass --trust-code",
-        )
-        for use in uses
-    ]
-    if problems:
-        raise UsageError(*problems)
 
 
 def _config(opened: InferenceModel, source: _EvaluatedPrompts, request: EvaluateRewardsRequest) -> RunConfig:
@@ -205,7 +189,15 @@ def _prompts_of(data: DataSection) -> DataSection:
 
 
 def _group(table: TokenTable, row: int) -> AnswerGroup:
-    return AnswerGroup(0, row, row, table.row_id(row), table.row(row)[0].tolist(), table.record(row))
+    return AnswerGroup(
+        0,
+        row,
+        row,
+        table.row_id(row),
+        table.row(row)[0].tolist(),
+        table.record(row),
+        stored=int(table.columns["stored"][row]),
+    )
 
 
 class _AnswerSampler:
@@ -217,11 +209,13 @@ class _AnswerSampler:
     """
 
     def __init__(
-        self, opened: InferenceModel, config: RunConfig, table: TokenTable, request: EvaluateRewardsRequest
+        self, opened: InferenceModel, config: RunConfig, prompts: TableRows, request: EvaluateRewardsRequest
     ) -> None:
         rollout, eos = config.rollout, opened.tokenizer.eos_token_id
         self._opened, self._seed, self._most = opened, config.seed, rollout.max_new_tokens
-        self._stop_ids = set(table.stop_ids) | ({eos} - {None})
+        self._stop_ids = set(prompts.table.stop_ids) | ({eos} - {None})
+        self._contents = None if prompts.contents is None else prompts.contents.loader
+        self._stop_ids.update(() if self._contents is None else self._contents.feature_ids)
         self._player: EpisodePlayer | None = None
         self.size = request.samples
         automatic = rollout.temperature if self.size > 1 else 0.0
@@ -263,7 +257,7 @@ class _AnswerSampler:
         """
         if self._player is not None:
             return self._play(self._player, groups, on_end)
-        waiting = [[self._waiting(group, number) for number in range(self.size)] for group in groups]
+        waiting = [self._waiting(group) for group in groups]
         self._complete(list(chain(*waiting)), on_end)
         tokenizer = self._opened.tokenizer
         for group, answers in zip(groups, waiting, strict=True):
@@ -308,9 +302,13 @@ class _AnswerSampler:
                     if now:
                         on_end(ended)
 
-    def _waiting(self, group: AnswerGroup, number: int) -> GeneratedAnswer:
+    def _waiting(self, group: AnswerGroup) -> list[GeneratedAnswer]:
         sampling = replace(self.sampling, seed=stream_seed(self._seed, "evaluated rewards", group.place))
-        return GeneratedAnswer(group.prompt, self._most, sampling, place=number)
+        pictures = None if self._contents is None else self._contents.load_evaluation([group.stored], [0])
+        return [
+            GeneratedAnswer(group.prompt, self._most, sampling, place=number, pictures=pictures)
+            for number in range(self.size)
+        ]
 
 
 def _sample_and_score(

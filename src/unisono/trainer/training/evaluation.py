@@ -1,11 +1,8 @@
-"""Evaluation: loss and metrics on the held-out rows, answers as samples, the share of answers that
-are exactly right, and other scores.
+"""Evaluation: loss and metrics on the held-out rows, answers as samples, and the share of answers
+that are exactly right.
 """
 
-import math
-import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,6 +18,8 @@ from unisono.trainer.batches.table import EvaluationRows, PromptAnswer
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.families.family import Sampler
 from unisono.trainer.model.generate import generate
+from unisono.trainer.objectives.text_scores import exact_match
+from unisono.trainer.training.answer_metrics import GeneratedRow
 from unisono.trainer.training.front_io import STOP_FLAGS, flags_of, outcome_of
 from unisono.trainer.training.run import Run
 from unisono.trainer.training.thumbnails import SampleThumbnails, drawn_thumbnail
@@ -176,17 +175,50 @@ def show_samples(run: Run, *, step: int) -> None:
     thumbnails = (
         SampleThumbnails(Path(run.plan.data.cache_dir), run.files.thumbnails) if has_pictures else None
     )
-    for question, answer in answers:
+    for question, ids in answers:
         message: SampleMessage = {
             "kind": "sample",
             "step": step,
             "prompt": _text(run, question.prompt),
-            "text": answer,
+            "text": _text(run, ids),
             "reference": _text(run, question.answer),
         }
         if thumbnails is not None and question.stored >= 0:
             message["pictures"] = thumbnails.of(question.stored)
         run.report.send(message)
+
+
+def metric_figures(run: Run) -> dict[str, float] | None:
+    """The means of `eval.metrics` over generated answers to the evaluation rows; empty if there are
+    none, None after a stop request.
+
+    All ranks must call it, as `exact_match_share`.
+
+    Raises:
+        SourceFailed: on all ranks, if a function failed whose `on_error` is `error`.
+    """
+    evaluation, metrics = run.evaluation, run.answer_metrics
+    questions = list(evaluation.questions()) if evaluation is not None and metrics is not None else []
+    if evaluation is None or metrics is None or not questions:
+        return {}
+    turn = slice(run.group.rank, None, run.group.world_size)
+    answered = _answers(run, questions if run.sharded else questions[turn], among=questions, limit=None)
+    table = evaluation.rows.table
+    rows = [
+        GeneratedRow(
+            table.row_id(question.row),
+            _text(run, question.prompt),
+            _text(run, ids),
+            ids,
+            _text(run, question.answer),
+        )
+        for question, ids in (answered[turn] if run.sharded else answered)
+    ]
+    try:
+        return metrics.means(rows, is_cut_short=not answered and run.stop.outcome is not None)
+    except SourceStopped as stop:
+        run.agreed_stop = outcome_of(stop.flags)
+        return None
 
 
 def wants_exact_match(run: Run) -> bool:
@@ -208,7 +240,7 @@ def exact_match_share(run: Run) -> float | None:
         return None
     own = questions if run.sharded else questions[run.group.rank :: run.group.world_size]
     answers = _answers(run, own, among=questions, limit=None, only_matches=True)
-    pairs = [(answer, _text(run, question.answer)) for question, answer in answers]
+    pairs = [(_text(run, ids), _text(run, question.answer)) for question, ids in answers]
     matches = round(exact_match(pairs) * len(pairs)) if pairs else 0
     counts = [matches, len(pairs), *flags_of(run.stop.outcome)]
     summed = torch.tensor(counts, dtype=torch.float64, device=run.device)
@@ -225,8 +257,8 @@ def _answers(
     among: list[PromptAnswer],
     limit: int | None,
     only_matches: bool = False,
-) -> list[tuple[PromptAnswer, str]]:
-    """Greedy answers to some of the questions of all ranks; none after a stop request.
+) -> list[tuple[PromptAnswer, list[int]]]:
+    """Greedy answers, as tokens, to some of the questions of all ranks; none after a stop request.
 
     Without a limit an answer may be as long as the longest reference of all, plus a few tokens.
     With `only_matches` an answer ends where it differs from its reference: before training that is
@@ -256,7 +288,7 @@ def _answers(
         )
     if stop.is_requested:
         return []
-    return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]
+    return list(zip(questions, answers, strict=True))
 
 
 def differs(tokenizer: Any, answer: Sequence[int], reference: Sequence[int]) -> bool:
@@ -311,108 +343,6 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     and blanks at its ends.
     """
     return plain(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
-
-
-__all__ = ["Pair", "bleu", "exact_match", "rouge_l"]
-
-
-Pair = tuple[str, str]
-"""An answer and its reference."""
-
-# Runs of letters and digits; in scripts without spaces between words every character is a word.
-_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u0e00-\u0e7f"
-_WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
-
-
-# ---- scores of answers against references
-
-
-def exact_match(pairs: Sequence[Pair]) -> float:
-    """The share of answers, 0 to 1, that equal their reference up to white space at the ends."""
-    assert pairs
-    return sum(answer.strip() == reference.strip() for answer, reference in pairs) / len(pairs)
-
-
-def rouge_l(pairs: Sequence[Pair]) -> float:
-    """The mean over pairs, 0 to 1, of the F1 of the longest common subsequence of words (ROUGE-L,
-    no stemming).
-
-    On ASCII text it equals rouge-score; letters of other scripts, which rouge-score drops, count as
-    words, too.
-    """
-    from rouge_score.rouge_scorer import RougeScorer
-
-    assert pairs
-    scorer = RougeScorer(["rougeL"], tokenizer=_Words())
-    return sum(_rouge_l(scorer, answer, reference) for answer, reference in pairs) / len(pairs)
-
-
-def bleu(pairs: Sequence[Pair]) -> float:
-    """BLEU of the corpus, 0 to 100, by sacrebleu (13a tokens, exponential smoothing).
-
-    A corpus without any answer of four words scores 0, as BLEU counts n-grams of up to four words.
-    """
-    from sacrebleu import corpus_bleu
-
-    assert pairs
-    score: float = corpus_bleu([answer for answer, _ in pairs], [[reference for _, reference in pairs]]).score
-    return min(score, 100.0)  # rounding can exceed it slightly
-
-
-def similarity(pairs: Sequence[Pair]) -> dict[str, float]:
-    """The mean over pairs, 0 to 100, of sentence BLEU-4 of characters and of the F1 of ROUGE-1,
-    ROUGE-2 and ROUGE-L of words.
-
-    These are the scores that LLaMA-Factory's prediction writes. BLEU is that of NIST's smoothing
-    (Chen and Cherry 2014, method 3), with blanks as characters. A Chinese character is a word here;
-    LLaMA-Factory cuts Chinese text into words by jieba.
-    """
-    from rouge_score.rouge_scorer import RougeScorer
-
-    assert pairs
-    names = {"rouge-1": "rouge1", "rouge-2": "rouge2", "rouge-l": "rougeL"}
-    scorer = RougeScorer(list(names.values()), tokenizer=_Words())
-    scores = [scorer.score(reference, answer) for answer, reference in pairs]
-    rouge = {ours: sum(100 * one[name].fmeasure for one in scores) for ours, name in names.items()}
-    bleu4 = sum(_character_bleu(answer, reference) for answer, reference in pairs)
-    return {name: value / len(pairs) for name, value in {"bleu-4": bleu4, **rouge}.items()}
-
-
-def _character_bleu(answer: str, reference: str) -> float:
-    """BLEU-4 of one answer, 0 to 100.
-
-    An n-gram order without a match counts as half of a match, the next one as a quarter, and so on.
-    """
-    shared = [_shared_ngrams(answer, reference, n) for n in range(1, 5)]
-    if not shared[0]:
-        return 0.0
-    logarithm, misses = 0.0, 0
-    for n, count in enumerate(shared, 1):
-        misses += not count
-        logarithm += math.log((count or 0.5**misses) / max(1, len(answer) - n + 1)) / 4
-    brevity = min(0.0, 1 - len(reference) / len(answer))
-    return 100 * math.exp(logarithm + brevity)
-
-
-def _shared_ngrams(answer: str, reference: str, n: int) -> int:
-    """The number of n-grams of characters in both texts."""
-    counts = [Counter(text[i : i + n] for i in range(len(text) - n + 1)) for text in (answer, reference)]
-    return (counts[0] & counts[1]).total()
-
-
-class _Words:
-    """The tokenizer for rouge-score."""
-
-    def tokenize(self, text: str) -> list[str]:
-        """Words in lower case."""
-        return _WORD.findall(text.lower())
-
-
-def _rouge_l(scorer: "object", answer: str, reference: str) -> float:
-    if answer.strip() == reference.strip():
-        return 1.0  # also for texts without words, e.g. `{}`
-    value: float = scorer.score(reference, answer)["rougeL"].fmeasure  # type: ignore[attr-defined]
-    return value
 
 
 def _draw_samples(run: Run, sampler: Sampler, *, step: int) -> None:

@@ -28,6 +28,9 @@ class GradientSync(Protocol):
     def begin(self) -> None:
         """Called before the first micro batch."""
 
+    def note_pictures(self) -> None:
+        """Called before the forward of a micro batch that counts and has pictures."""
+
     def before_last_backward(self) -> None:
         """Called before this rank's last backward."""
 
@@ -69,6 +72,9 @@ class NoSync:
         """Drops their gradients."""
         for parameter in self._products:
             parameter.grad = None
+
+    def note_pictures(self) -> None:
+        """Does nothing: what pictures reach has a gradient, and else it has none."""
 
     def before_last_backward(self) -> None:
         """Does nothing."""
@@ -177,6 +183,9 @@ class ReplicaSync:
         self._reached = [0.0] * len(self.parameters)
         self._launched, self._last = 0, False
 
+    def note_pictures(self) -> None:
+        """Does nothing: the ranks tell each other for each parameter."""
+
     def before_last_backward(self) -> None:
         """From now on a buffer is complete when backward has reached all its parameters."""
         self._last = True
@@ -276,13 +285,21 @@ class ShardSync:
     """Whether gradients are so small (an adapter's) that each rank keeps them unsharded until the
     last micro batch.
     """
+    of_pictures: list[torch.nn.Parameter] = field(default_factory=list)
+    """Parameters that pictures alone reach; a step without any leaves them as they are."""
     needs_equal_rounds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self._watch = Stopwatch(self.device)
+        self._pictures = torch.zeros(1, device=self.device)
+
+    def note_pictures(self) -> None:
+        """Notes that this rank's gradients of them count."""
+        self._pictures.fill_(1.0)
 
     def begin(self) -> None:
         """Turns off sums in the backward passes before the last, if gradients are gathered late."""
+        self._pictures = torch.zeros(1, device=self.device)
         self.root.reduce_gradients(now=not self.gathers_late)
 
     def before_last_backward(self) -> None:
@@ -291,10 +308,12 @@ class ShardSync:
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sums the scalars; backward has summed the gradients."""
+        summed = torch.cat([scalars, self._pictures])
         self._watch.mark(0)
-        self.group.sum(scalars)
+        self.group.sum(summed)
         self._watch.mark(1)
-        return scalars
+        self._pictures = summed[-1:]
+        return summed[:-1]
 
     def wait_for_own_part(self) -> None:
         """Does nothing: forward and backward also wait for the other ranks, and the two cannot be
@@ -302,7 +321,12 @@ class ShardSync:
         """
 
     def wait_and_time(self) -> float:
-        """Seconds spent on the sum of the scalars."""
+        """Removes gradients of 0 that no picture has reached; gives the seconds spent on the sum of
+        the scalars.
+        """
+        if self.of_pictures and not float(self._pictures):
+            for parameter in self.of_pictures:
+                parameter.grad = None
         return self._watch.seconds()
 
 
@@ -317,7 +341,9 @@ def gradient_sync_of(
 ) -> GradientSync:
     """The way gradients are summed over the ranks."""
     if sharded is not None:
-        return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
+        late = plan.config.adapter is not None
+        of_pictures = [loaded.trainable[name] for name in loaded.of_pictures]
+        return ShardSync(group, device, sharded, gathers_late=late, of_pictures=of_pictures)
     if not plan.mesh.gradient_axes:
         one_backward = has_one_backward(
             plan.config, micro=plan.micro_batch, global_batch=plan.global_batch, world_size=1

@@ -31,6 +31,7 @@ from unisono.trainer.training.evaluation import (
     evaluate_rows,
     exact_match_share,
     first_sum,
+    metric_figures,
     show_samples,
 )
 from unisono.trainer.training.front_io import EXIT_CODES, TrainingEnd, outcome_of
@@ -194,7 +195,7 @@ def _is_rehearsed(run: Run) -> bool:
 
 def _measure_before(run: Run) -> None:
     """Measures the figures before step 1, to compare with those at the end."""
-    figures = evaluate_rows(run)
+    figures = _figures(run)
     if figures is not None:
         run.state.eval |= {f"{name}_before": value for name, value in figures.items()}
     share = exact_match_share(run)
@@ -211,7 +212,7 @@ def _evaluate(run: Run) -> None:
         run.state.evaluation_due = False
         show_samples(run, step=run.state.step)
         return
-    figures = evaluate_rows(run)
+    figures = _figures(run)
     if figures is None:  # a stop request cut it short; evaluation_due stays set, and is saved
         return
     state = run.state
@@ -233,6 +234,15 @@ def _evaluate(run: Run) -> None:
     show_samples(run, step=state.step)
     if run.plan.config.checkpoint.best and state.best_step == state.step:
         save_checkpoint(run)
+
+
+def _figures(run: Run) -> dict[str, float] | None:
+    """All figures of an evaluation; None if there are none, or after a stop request."""
+    figures = evaluate_rows(run)
+    if figures is None:
+        return None
+    of_answers = metric_figures(run)
+    return None if of_answers is None else figures | of_answers
 
 
 def _named(figures: dict[str, float]) -> dict[str, float]:
@@ -429,6 +439,8 @@ def _add_up(
         run.generator_watch.torch_was_seeded()
         if number == len(micros):
             run.gradient_sync.before_last_backward()
+        if is_counted and micro.rows.pictures is not None:
+            run.gradient_sync.note_pictures()
         if len(micro.rows.labels) or forwards_all:
             part = objective.loss(run.forward, micro, counts=batches.counts, known=known)
             loss = routers.added_to(part.loss, is_counted=is_counted)
@@ -438,7 +450,8 @@ def _add_up(
                 sums += part.sums
             else:
                 loss = loss * 0.0
-            loss.backward()
+            if loss.requires_grad:  # not of text, if only what reads pictures is trained
+                loss.backward()
             total += loss.detach()
             if isinstance(part, OwnPart):
                 origin = torch.maximum(origin, part.origin_of_nan())

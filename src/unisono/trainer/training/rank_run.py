@@ -125,6 +125,8 @@ def _close(run: Run, storage: StorageWatch) -> None:
             )
     if run.tracker is not None:
         run.tracker.close()
+    if run.answer_metrics is not None:
+        run.answer_metrics.close()
 
 
 def _train_and_finish(run: Run) -> dict[str, object]:

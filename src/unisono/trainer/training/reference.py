@@ -30,11 +30,14 @@ from unisono.guard.agree.agreement import odd_first, odd_out, partition
 from unisono.guard.agree.reports import Member
 from unisono.trainer.batches.table import Tables
 from unisono.trainer.data import grouped
+from unisono.trainer.data.pictures.processor import processor_digests
 from unisono.trainer.data.token_table import Split
-from unisono.trainer.model.directory import locate_model
+from unisono.trainer.families import training_of
+from unisono.trainer.model.directory import locate_model, picture_processor
 from unisono.trainer.model.forward import Forward, choose_forward
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base
 from unisono.trainer.model.quantization import count_parameters, quantized_load, scales_of
+from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.evaluation import evaluating
 from unisono.trainer.training.join import digest_of, values_by_name
 from unisono.trainer.training.process_group import device_mesh
@@ -124,8 +127,17 @@ def reference_key(run: Run) -> str:
         "reference": plan.config.preference.reference == "auto",
         "packages": {name: version(name) for name in ("torch", "transformers")},
         "code": _code_of_model(run) if plan.config.model.trust_remote_code else None,
+        **_processor_of(plan),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _processor_of(plan: RunPlan) -> dict[str, object]:
+    """What makes the pixels of pictures, if rows have some."""
+    directory = picture_processor(Path(plan.model.directory)) if plan.model.reads_pictures else None
+    if directory is None:
+        return {}
+    return {"processor": processor_digests(directory), "processor_package": version("pillow")}
 
 
 def _code_of_model(run: Run) -> dict[str, str]:
@@ -251,6 +263,7 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
         dtype=dtype,
         trust_remote_code=model.trust_remote_code,
         quantized=quantized_load(None, directory, dtype=plan.dtype, device=host),
+        keeps_parts=plan.model.reads_pictures,
     )
     base.config.use_cache = False
     base.requires_grad_(False)
@@ -262,7 +275,12 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     sharded = shard_model(loaded, device_mesh(plan.mesh, run.device)) if run.sharded is not None else None
     root = sharded.module if sharded is not None else None
     forward = choose_forward(
-        loaded, dtype=plan.dtype, quick_adapter=False, gradient_checkpointing=False, root=root
+        loaded,
+        dtype=plan.dtype,
+        quick_adapter=False,
+        gradient_checkpointing=False,
+        root=root,
+        pictures=training_of(plan).probe(plan, run.device),
     )
     return forward, sharded
 

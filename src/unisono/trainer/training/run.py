@@ -27,6 +27,7 @@ from unisono.trainer.objectives.objective import Objective
 from unisono.trainer.objectives.signs import SignCounts
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import Trackers
+from unisono.trainer.training.answer_metrics import AnswerMetrics
 from unisono.trainer.training.directory_check import DirectoryCheck
 from unisono.trainer.training.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
 from unisono.trainer.training.gradient_sync import GradientSync
@@ -205,6 +206,8 @@ class Run:
     generator_watch: GeneratorWatch
     saver: Saver
     """Saves in the background while training continues."""
+    answer_metrics: AnswerMetrics | None = None
+    """Set if the config has `eval.metrics` and answers can be generated."""
     sampler: Sampler | None = None
     """Draws sample pictures; set on rank 0 of a run on pictures."""
     sign_counts: SignCounts = field(default_factory=SignCounts)

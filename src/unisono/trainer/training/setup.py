@@ -1,7 +1,6 @@
 """Builds a run from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,17 +10,17 @@ from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.watch import Beats
 from unisono.trainer.batches.seeds import seed_torch
-from unisono.trainer.batches.source import StopRequested
 from unisono.trainer.batches.table import EvaluationRows, TableRows, Tables, TableSource
-from unisono.trainer.config.own_code import own_code_of
+from unisono.trainer.config.own_code import own_classes_of
 from unisono.trainer.families import training_of
 from unisono.trainer.model.directory import SCORE
 from unisono.trainer.model.load import LoadedModel, uses_dropout
 from unisono.trainer.objectives import objective_of
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
+from unisono.trainer.training.answer_metrics import AnswerMetrics
 from unisono.trainer.training.directory_check import DirectoryCheck
-from unisono.trainer.training.front_io import StopRequest, flags_of, front_messages
+from unisono.trainer.training.front_io import StopRequest, front_messages
 from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
@@ -30,74 +29,10 @@ from unisono.trainer.training.process_group import Alone, Group, device_mesh
 from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.router_step import sums_of_routers
 from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
+from unisono.trainer.training.run_rank import RunRank
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
 from unisono.trainer.training.sharding import shard_model
-from unisono.trainer.training.weights import write_adapter_of
-
-
-@dataclass(frozen=True)
-class RunRank:
-    """The rank as a source of batches needs it; see `batches.source.SourceRank`."""
-
-    group: Group
-    plan: RunPlan
-    device: torch.device
-    directory: Path
-    report: Reporter
-    beats: Beats
-    loaded: LoadedModel
-    stop: StopRequest
-
-    @property
-    def rank(self) -> int:
-        """Its number."""
-        return self.group.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.group.world_size
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Replaces `tensor` by the sum over all ranks."""
-        self.group.sum(tensor)
-
-    def figures(self, summed: torch.Tensor) -> list[float]:
-        """The values of a sum."""
-        return self.group.figures(summed)
-
-    def write_adapter(self, directory: Path | None) -> None:
-        """Writes the present adapter."""
-        if directory is not None:
-            directory.mkdir()
-        write_adapter_of(self.loaded, self.plan, directory)
-
-    @property
-    def stop_flags(self) -> Sequence[float]:
-        """Its stop request."""
-        return flags_of(self.stop.outcome)
-
-    def enter(self, phase: str, *, done: int = 0, total: int = 0) -> None:
-        """Tells the watch what the rank does, or that it made progress."""
-        self.beats.enter(phase, done=done, total=total)
-
-    def end_if_stopped(self) -> None:
-        """Raises StopRequested once there is a stop request."""
-        if self.stop.outcome is not None:
-            raise StopRequested
-
-    def show(self, phase: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
-        """Shows people what the rank does, for which others may wait."""
-        rank = self.rank
-        shown = text if self.world_size == 1 else f"rank {rank}: {text}"
-        self.report.send(
-            {"kind": "phase", "phase": phase, "text": shown, "done": done, "total": total, "of_rank": rank}
-        )
-
-    def warn(self, code: str, text: str, *, fix: str = "") -> None:
-        """Shows people a warning."""
-        self.report.warning(code, text, fix=fix)
 
 
 def set_up(
@@ -122,7 +57,7 @@ def set_up(
     device = _bind_device(plan)
     check_device(place, device)
     torch.set_num_threads(plan.threads)
-    for own in (one for one in own_code_of(plan.config) if one.what != "reward"):
+    for own in own_classes_of(plan.config):
         report.phase("objective", f"executing {own.path}")
         beats.enter("objective")
     objective = objective_of(plan.config, digest=plan.code_digests.get("objective", ""))
@@ -145,13 +80,14 @@ def set_up(
     sharded = shard_model(loaded, device_mesh(plan.mesh, device)) if plan.mesh.shards_weights else None
     family = training_of(plan)
     forward = family.choose_forward(plan, loaded, sharded.module if sharded else None)
-    if sharded is not None:
-        sharded.reshard()
     loaded.model.train()
     is_main = group.is_main
     contents, sampler = family.open_contents(plan, forward, device, draws=is_main)
+    if sharded is not None:
+        sharded.reshard()
     for rows in tables.values():
         rows.add_contents(contents, seed=plan.config.seed, global_batch=plan.global_batch)
+    rank = RunRank(group, plan, device, files.root, report, beats, loaded, stop)
     metrics = 2 * len(objective.metrics) + sums_of_routers(forward.routers)
     agreed = plan
     for hook in hooks:
@@ -175,12 +111,11 @@ def set_up(
         gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=metrics),
         sharded=sharded,
         objective=objective,
-        source=objective.source(
-            data, forward, RunRank(group, plan, device, files.root, report, beats, loaded, stop)
-        ),
+        source=objective.source(data, forward, rank),
         evaluation=EvaluationRows(tables["eval"], plan.micro_batch, data.dp_rank, data.dp_size)
         if "eval" in tables
         else None,
+        answer_metrics=_answer_metrics(rank),
         sampler=sampler,
         state=TrainState(),
         store=open_store(files) if group.is_main else None,
@@ -202,6 +137,19 @@ def set_up(
     if group.is_main:
         run.metrics = open_metrics(files, run.state, report)
     return run
+
+
+def _answer_metrics(rank: RunRank) -> AnswerMetrics | None:
+    """Metrics of answers, whose functions are loaded; None if there are none.
+
+    Raises:
+        ConfigError: if a function cannot be loaded.
+    """
+    if rank.plan.data.eval is None or not rank.plan.config.eval.metrics or not rank.plan.answers:
+        return None
+    metrics = AnswerMetrics(rank)
+    metrics.start()
+    return metrics
 
 
 def _bind_device(plan: RunPlan) -> torch.device:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from unisono.base.errors import ModelError
 from unisono.base.text import one_line
 from unisono.trainer.model.load import LoadedModel
+from unisono.trainer.model.multimodal import part_of, text_prefixes
 from unisono.trainer.model.quantization import keep_scales
 from unisono.trainer.plan.memory import KEPT_WHOLE_BYTES
 from unisono.trainer.training.process_group import backend_of
@@ -238,14 +239,19 @@ def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _layers(base: Any) -> list[torch.nn.Module]:
-    """The blocks that transformers (5.23: by no public name) does not split over devices; of nested
-    blocks the outer one.
+    """The decoder's blocks that transformers (5.23: by no public name) does not split over devices;
+    of nested blocks the outer one.
+
+    Those of a vision part belong to the root, which all ranks enter in each forward: a rank whose
+    rows have no picture does not run them.
     """
+    text = text_prefixes(base)
     names = set(getattr(base, "_no_split_modules", None) or ())
     layers: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()
-    for module in base.modules():
-        if type(module).__name__ in names and module not in inside:
+    for path, module in base.named_modules():
+        of_decoder = part_of(path, text) == "language"
+        if of_decoder and type(module).__name__ in names and module not in inside:
             layers.append(module)
             inside.update(module.modules())
     return layers

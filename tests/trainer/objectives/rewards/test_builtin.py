@@ -10,8 +10,8 @@ import pytest
 
 from tests import needs
 from unisono.base.errors import ConfigError
+from unisono.trainer.config.answer_functions import FUNCTIONS
 from unisono.trainer.config.reward_models import MODEL
-from unisono.trainer.config.rollout_sections import REWARDS
 from unisono.trainer.objectives.rewards.builtin import BUILT_IN, UnusableValueError
 
 TAGS = {"tags": ["think", "answer"]}
@@ -25,7 +25,7 @@ def rewards(name: str, settings: dict[str, Any], answers: list[Any], **columns: 
 
 
 def test_each_name_of_the_config_has_a_function() -> None:
-    assert {*BUILT_IN, MODEL} == set(REWARDS)
+    assert {*BUILT_IN, MODEL} == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("as_messages", [False, True])

@@ -11,6 +11,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.trainer.config.answer_functions import function_names
 from unisono.trainer.config.rollout_sections import RewardSection
 from unisono.trainer.objectives.rewards.calls import (
     FunctionResult,
@@ -18,7 +19,6 @@ from unisono.trainer.objectives.rewards.calls import (
     RewardFailure,
     combined,
     cut,
-    reward_names,
     total,
 )
 
@@ -83,7 +83,7 @@ def test_metrics_are_means_over_the_calls_of_all_functions() -> None:
 def test_functions_with_the_same_name_have_their_number() -> None:
     uses = ("a.py:exact", "exact", "length", "b.py:other")
     entries = [RewardSection(use=use) for use in uses]
-    assert reward_names(entries) == ["exact.0", "exact.1", "length", "other"]
+    assert function_names(entries) == ["exact.0", "exact.1", "length", "other"]
 
 
 def test_a_failure_is_a_line_with_bounded_texts() -> None:

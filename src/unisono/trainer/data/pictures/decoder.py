@@ -1,8 +1,9 @@
 """Decodes pictures in processes of their own, each within a limit of CPU time and memory: a decoder
 is C code, which nothing in Python can interrupt.
 
-Run as a module, it is such a process. It reads requests from stdin (`f` and a path, or `d` and the
-bytes, after their length) and writes a line of JSON for each to stdout.
+Run as a module, it is such a process. It reads requests from stdin (`f` and a path, `d` and bytes,
+or `v` and a request for frames as JSON, after their length) and writes a line of JSON for each to
+stdout.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 
@@ -26,6 +27,7 @@ from unisono.base.text import one_line
 from unisono.guard.facts.limits import limit_memory
 from unisono.trainer.data import PictureSource
 from unisono.trainer.data.pictures.decoding import BadPictureError, read_picture_file, upright_size
+from unisono.trainer.data.pictures.film import FrameRequest, keep_frames
 
 CPU_S = 20.0
 """CPU seconds for one picture; one of MOST_PIXELS takes two or three."""
@@ -70,10 +72,10 @@ class Broken:
 def decode_all(sources: Sequence[PictureSource], *, processes: int) -> list[Decoded | Broken]:
     """Size and digest of each picture, decoded completely; or why it cannot be used."""
     count = min(processes, 1 + len(sources) // _FEW)
-    decoders: SimpleQueue[_DecoderProcess] = SimpleQueue()
+    decoders: SimpleQueue[DecoderProcess] = SimpleQueue()
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            decoders.put(stack.enter_context(contextlib.closing(_DecoderProcess())))
+            decoders.put(stack.enter_context(contextlib.closing(DecoderProcess())))
 
         def decode(source: PictureSource) -> Decoded | Broken:
             decoder = decoders.get()
@@ -86,7 +88,7 @@ def decode_all(sources: Sequence[PictureSource], *, processes: int) -> list[Deco
             return list(threads.map(decode, sources))
 
 
-class _DecoderProcess:
+class DecoderProcess:
     """A process that decodes, started when it is needed."""
 
     def __init__(self) -> None:
@@ -98,22 +100,30 @@ class _DecoderProcess:
         """
         if source.file is not None and not os.path.lexists(source.file):
             return Broken("there is no such file", missing=True)
+        kind, body = (b"d", source.data) if source.data is not None else (b"f", os.fsencode(str(source.file)))
+        answer = self._ask(kind, body)
+        return answer if isinstance(answer, Broken) else Decoded(**answer)
+
+    def frames(self, request: FrameRequest) -> list[str] | Broken:
+        """The files of some frames of a video, in order; or why there are none."""
+        answer = self._ask(b"v", request.to_json().encode())
+        return answer if isinstance(answer, Broken) else list(answer["frames"])
+
+    def _ask(self, kind: bytes, body: bytes) -> dict[str, Any] | Broken:
         process = self._process = self._process or self._start()
         stdin, stdout = _pipes(process)
-        kind, body = (b"d", source.data) if source.data is not None else (b"f", os.fsencode(str(source.file)))
         try:
-            stdin.write(_LENGTH.pack(kind, len(body or b"")) + (body or b""))
+            stdin.write(_LENGTH.pack(kind, len(body)) + body)
             stdin.flush()
             line = stdout.readline()
         except OSError:
             line = b""
         if not line:
-            self._process = None
-            code = process.wait()
+            code = self._ended(process)
             how = f"took more than {CPU_S:g} s of CPU time" if code == -24 else f"ended its process ({code})"
             return Broken(f"decoding it {how}")
-        answer = json.loads(line)
-        return Broken(answer["why"]) if "why" in answer else Decoded(**answer)
+        answer: dict[str, Any] = json.loads(line)
+        return Broken(answer["why"]) if "why" in answer else answer
 
     @staticmethod
     def _start() -> "subprocess.Popen[bytes]":
@@ -122,13 +132,17 @@ class _DecoderProcess:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is None:
-            return
-        stdin, stdout = _pipes(self._process)
-        with contextlib.suppress(OSError):
-            stdin.close()  # it ends with its input
+        if self._process is not None:
+            self._ended(self._process)
+
+    def _ended(self, process: "subprocess.Popen[bytes]") -> int:
+        """The exit code of a process, which ends with its input."""
+        self._process = None
+        stdin, stdout = _pipes(process)
+        with contextlib.suppress(OSError):  # it has ended already
+            stdin.close()
         stdout.close()
-        self._process.wait()
+        return process.wait()
 
 
 def _pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
@@ -169,6 +183,8 @@ def _bound_time() -> None:
 
 
 def _answer(kind: bytes, body: bytes) -> dict[str, object]:
+    if kind == b"v":
+        return {"frames": [str(file) for file in keep_frames(FrameRequest(**json.loads(body)))]}
     changed = 0
     if kind == b"f":
         path = Path(os.fsdecode(body))

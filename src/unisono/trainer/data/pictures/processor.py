@@ -102,6 +102,29 @@ class PictureProcessor:
             raise self._refusal("it does not report what takes the place of a picture")
         return str(places[0][0]["replacement"])
 
+    def seen_size(self, size: Size) -> Size:
+        """The size of a picture after the processor has resized it to whole patches, of a
+        processor that makes a grid of them (Qwen's).
+
+        Raises:
+            RowError: if the processor refuses the size.
+        """
+        return self._seen_size(size)
+
+    @cached_property
+    def _seen_size(self) -> Any:
+        return lru_cache(maxsize=1 << 16)(self._see_size)
+
+    def _see_size(self, size: Size) -> Size:
+        from PIL import Image
+
+        grid = self._called(Image.new("RGB", size), size).get("image_grid_thw")
+        if grid is None:
+            raise self._refusal("it does not report the size to which it resizes pictures")
+        _, rows, columns = (int(number) for number in grid[0])
+        side = int(self.processor.image_processor.patch_size)
+        return columns * side, rows * side
+
     def inputs(self, image: Any) -> dict[str, Any]:
         """What the model gets of a picture in RGB: tensors by name, the first axis of each is of
         pictures, tiles or patches.

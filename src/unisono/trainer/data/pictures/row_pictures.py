@@ -7,43 +7,68 @@ Read are, of other programs:
 - Hugging Face and TRL: parts `{"type": "image"}`, with the columns `images` or `image`, or with the
   picture in the part; or no place at all, then all pictures are at the beginning of the first user
   message
+- ms-swift: `<ref-object>` and `<bbox>` in texts, with the column `objects` (see boxes)
 - Unsloth and Qwen: parts with `image`, `min_pixels`, `max_pixels`
 
-A picture is a path, a data URL, or the bytes of an Arrow column.
+- LLaMA-Factory, ms-swift and Qwen: `<video>` in texts, with the column `videos`, or parts `video`
+
+A picture is a path, a data URL, the URL of a named host, or the bytes of an Arrow column.
 """
 
 import base64
 import binascii
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from unisono.base.text import one_line
+from unisono.base.named_hosts import PORTS, FetchError, NamedHosts
+from unisono.base.text import one_line, redact
+from unisono.trainer.config.schema import DataSection
 from unisono.trainer.data import (
+    BOX,
     PICTURE,
+    PICTURE_TAG,
+    REF,
     Completion,
     Conversation,
     Example,
     Exchange,
     Message,
+    OpenPrompt,
     PictureSource,
+    Preference,
     RowError,
+    RowObjects,
     Turn,
 )
+from unisono.trainer.data.pictures.boxes import TAGS, read_objects
+from unisono.trainer.data.pictures.videos import VideoReader
 
-TAG = "<image>"
+VIDEO_TAG = "<video>"
+_TAG = re.compile(f"({PICTURE_TAG}|{VIDEO_TAG})")
 _TURNS = ("history", "messages", "conversations", "instruction", "input", "prompt", "output", "completion")
 """Columns with text, in the order of a conversation."""
+_SIDES = ("chosen", "rejected")
+"""Columns with answers to the same prompt, which they may repeat with its pictures."""
 _CONTENTS = ("content", "value")
+_OF_VIDEOS = ("video", "video_url", "input_video")
+_OF_SAMPLING = (
+    "fps", "nframes", "min_frames", "max_frames", "total_pixels", "video_start", "video_end",
+)  # fmt: skip
 _OTHER_MEDIA = {
-    "video": "a video",
-    "video_url": "a video",
     "audio": "a recording",
     "input_audio": "a recording",
 }
 _SHOWN = 60
+
+
+def row_hosts(data: DataSection) -> NamedHosts:
+    """The hosts from which pictures of rows may be fetched."""
+    return NamedHosts(frozenset(data.image_hosts), "data.image_hosts", redirects_between=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +81,11 @@ class PictureColumns:
         contents: keys of a message that hold its text.
         inserts: whether pictures without a place belong at the beginning of the first user message.
         folders: where relative paths begin: the first one that has the file.
+        hosts: from which pictures may be fetched.
+        objects: the column with boxes.
+        videos: columns with videos.
+        frames: samples their frames; None as long as no row was found to have one.
+        sides: columns with text of which each continues `turns`.
     """
 
     turns: Sequence[str]
@@ -63,6 +93,11 @@ class PictureColumns:
     contents: Sequence[str]
     inserts: bool
     folders: Sequence[Path]
+    hosts: NamedHosts
+    objects: str | None = "objects"
+    videos: Sequence[str] = ()
+    frames: VideoReader | None = None
+    sides: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -72,6 +107,8 @@ class PictureColumns:
         content_tag: str | None,
         inserts: bool,
         folders: Sequence[Path],
+        hosts: NamedHosts,
+        frames: VideoReader | None,
     ) -> "PictureColumns":
         """Those of a source.
 
@@ -80,6 +117,8 @@ class PictureColumns:
             content_tag: the key of a message's text, if the config has one.
             inserts: whether pictures may have no place.
             folders: where relative paths begin.
+            hosts: from which pictures may be fetched.
+            frames: samples those of videos.
         """
 
         def named(names: Sequence[str]) -> list[str]:
@@ -87,7 +126,10 @@ class PictureColumns:
             return list(dict.fromkeys(column for column in columns if column is not None))
 
         contents = (content_tag,) if content_tag is not None else _CONTENTS
-        return cls(named(_TURNS), named(("images", "image")), contents, inserts, folders)
+        objects = renamed.get("objects", "objects")
+        pictures, videos = named(("images", "image")), named(("videos", "video"))
+        places = contents, inserts, folders, hosts
+        return cls(named(_TURNS), pictures, *places, objects, videos, frames, named(_SIDES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +140,15 @@ class RowPictures:
         value: its columns, with PICTURE in their texts.
         pictures: in the order of their places.
         inserted: whether they had no places.
+        objects: of the places BOX and REF in its texts.
+        videos: how many of its pictures are frames.
     """
 
     value: Mapping[str, object]
     pictures: tuple[PictureSource, ...]
     inserted: bool = False
+    objects: RowObjects | None = None
+    videos: int = 0
 
 
 def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPictures:
@@ -112,21 +158,36 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         RowError: if places and pictures do not match, or a picture is none.
     """
     listed = [picture for name in columns.pictures for picture in _listed(row.get(name), name)]
-    reader = _RowReader(listed, columns)
-    value = {name: part for name, part in row.items() if name not in columns.pictures}
+    objects = None if columns.objects is None else read_objects(row.get(columns.objects))
+    films = [video for name in columns.videos for video in _films(row.get(name), name)]
+    reader = _RowReader(listed, films, columns, objects)
+    media = (*columns.pictures, *columns.videos)
+    value = {name: part for name, part in row.items() if name not in media}
     for name in columns.turns:
         if name in value:
             value[name] = reader.turns(value[name])
+    sides = {name: reader.copy() for name in columns.sides if name in value}
+    for name, of_side in sides.items():
+        value[name] = of_side.turns(value[name])
+    if sides:
+        reader, *others = sides.values()
+        if any(other.pictures != reader.pictures for other in others):
+            raise RowError(
+                "chosen and rejected have different pictures", "write the same messages before both answers"
+            )
+    reader.check_objects()
+    reader.check_films()
     unplaced = listed[reader.used :]
     if not unplaced:
-        return RowPictures(value, tuple(reader.pictures))
+        return RowPictures(value, tuple(reader.pictures), objects=objects, videos=reader.videos)
     if reader.pictures or not columns.inserts:
         count = f"{len(listed)} picture{'s' * (len(listed) > 1)}"
         raise RowError(
             f"it has {count}, and {reader.used or 'no'} place{'s' * (reader.used != 1)} for them",
-            f"write {TAG} in the text where each picture belongs",
+            f"write {PICTURE_TAG} in the text where each picture belongs",
         )
-    return RowPictures(value, tuple(reader.picture_of(one) for one in unplaced), inserted=True)
+    pictures = tuple(reader.picture_of(one) for one in unplaced)
+    return RowPictures(value, pictures, inserted=True, objects=objects)
 
 
 def with_pictures(example: Example, row: RowPictures) -> Example:
@@ -135,18 +196,37 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
     Raises:
         RowError: if it has no messages, or its own text has the mark.
     """
+    if isinstance(example, Preference):
+        if row.objects is not None:
+            raise RowError("it has boxes, which preferences do not read", "write them as text")
+        return replace(example, answers=[_conversation_with(answer, row) for answer in example.answers])
+    if isinstance(example, OpenPrompt):
+        prompt, count = example.prompt, len(row.pictures)
+        if row.inserted:
+            prompt = PICTURE * count + prompt if isinstance(prompt, str) else _with_first(prompt, count)
+        _check_places([("user", prompt)] if isinstance(prompt, str) else _texts_of(prompt), row)
+        return replace(example, prompt=prompt, pictures=row.pictures)
+    if isinstance(example, Exchange):
+        if row.inserted:
+            example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
+        texts = [(turn.role, turn.content) for turn in (*example.prompt, *example.answers)]
+        _check_places(texts, row)
+        return replace(example, pictures=row.pictures, objects=row.objects)
+    return _conversation_with(example, row)
+
+
+def _conversation_with(example: Example, row: RowPictures) -> Conversation:
+    """The messages of an example with the pictures of its row.
+
+    Raises:
+        RowError: if it has none, or its own text has the mark.
+    """
     if isinstance(example, Completion):
         turns: list[Message] = [
             {"role": "user", "content": example.prompt},
             {"role": "assistant", "content": example.completion},
         ]
         example = Conversation(turns)
-    if isinstance(example, Exchange):
-        if row.inserted:
-            example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
-        texts = [(turn.role, turn.content) for turn in (*example.prompt, *example.answers)]
-        _check_places(texts, row)
-        return replace(example, pictures=row.pictures)
     if not isinstance(example, Conversation):
         raise RowError(
             "it has pictures, and rows of this format have no messages for them",
@@ -154,8 +234,13 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
         )
     if row.inserted:
         example = replace(example, messages=_with_first(example.messages, len(row.pictures)))
-    _check_places([(message["role"], message["content"]) for message in example.messages], row)
-    return replace(example, pictures=row.pictures)
+    _check_places(_texts_of(example.messages), row)
+    return replace(example, pictures=row.pictures, objects=row.objects)
+
+
+def _texts_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Roles and contents."""
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
@@ -169,11 +254,11 @@ def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
     if len(roles) != len(row.pictures):
         raise RowError(
             f"of its {len(row.pictures)} pictures {len(roles)} have a place in messages that are read",
-            f"write {TAG} in the text of messages",
+            f"write {PICTURE_TAG} in the text of messages",
         )
     if "assistant" in roles:
         raise RowError(
-            "a picture is in an answer, and models write text", f"move {TAG} to a message of the user"
+            "a picture is in an answer, and models write text", f"move {PICTURE_TAG} to a message of the user"
         )
 
 
@@ -181,7 +266,9 @@ def _with_first(messages: Sequence[Message], count: int) -> list[Message]:
     """The messages with places at the beginning of the first one of the user."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise RowError("it has pictures, and no message of the user", f"write {TAG} where they belong")
+        raise RowError(
+            "it has pictures, and no message of the user", f"write {PICTURE_TAG} where they belong"
+        )
     marked: Message = messages[first] | {"content": PICTURE * count + messages[first]["content"]}
     return [*messages[:first], marked, *messages[first + 1 :]]
 
@@ -198,13 +285,31 @@ class _RowReader:
     Attributes:
         pictures: those with a place so far.
         used: how many of them are of a column.
+        videos: how many videos have a place so far.
     """
 
-    def __init__(self, listed: Sequence[object], columns: PictureColumns) -> None:
+    def __init__(
+        self,
+        listed: Sequence[object],
+        films: Sequence[object],
+        columns: PictureColumns,
+        objects: RowObjects | None,
+    ) -> None:
         self.pictures: list[PictureSource] = []
-        self.used = 0
+        self.used = self.videos = self._used_films = 0
+        self._films = films
+        self._objects = objects
+        self._tags: Counter[str] = Counter()
         self._listed = listed
         self._columns = columns
+
+    def copy(self) -> "_RowReader":
+        """One that continues after the same places."""
+        copied = _RowReader(self._listed, self._films, self._columns, self._objects)
+        copied.pictures, copied.used = list(self.pictures), self.used
+        copied.videos, copied._used_films = self.videos, self._used_films
+        copied._tags = Counter(self._tags)
+        return copied
 
     def turns(self, value: object) -> object:
         """The text, message, or list of messages with marks."""
@@ -215,6 +320,40 @@ class _RowReader:
         if isinstance(value, list):
             return [self.turns(one) for one in value]
         return value
+
+    def check_objects(self) -> None:
+        """Compares the places of names and boxes with those of the column.
+
+        Raises:
+            RowError: if they differ, or there is no picture.
+        """
+        if self._objects is None:
+            return
+        listed = {"<ref-object>": len(self._objects.refs), "<bbox>": len(self._objects.boxes)}
+        for tag, number in listed.items():
+            if self._tags[tag] != number:
+                key = "ref" if tag == "<ref-object>" else "bbox"
+                raise RowError(
+                    f"it has {self._tags[tag]} × {tag}, and objects has {number} in {key}",
+                    "write one place for each",
+                )
+        if any(listed.values()) and not self._listed and not self.pictures:
+            raise RowError("it has names or boxes in the column objects, and no picture", "add the picture")
+
+    def check_films(self) -> None:
+        """Compares the places of videos with those of the columns.
+
+        Raises:
+            RowError: if they differ, or there are boxes, too: their numbers are those of pictures.
+        """
+        if self._used_films != len(self._films):
+            places = f"{self._used_films or 'no'} place{'s' * (self._used_films != 1)}"
+            raise RowError(
+                f"it has {len(self._films)} video{'s' * (len(self._films) > 1)}, and {places} for them",
+                f"write {VIDEO_TAG} in the text where each video belongs",
+            )
+        if self.videos and self._objects is not None and self._objects.boxes:
+            raise RowError("it has videos and boxes in the column objects", "write them in separate rows")
 
     def _message(self, message: Mapping[str, object]) -> Mapping[str, object]:
         marked = dict(message)
@@ -227,14 +366,27 @@ class _RowReader:
         return marked
 
     def _text(self, text: str) -> str:
-        if PICTURE in text:
-            raise RowError(f"its text has the character U+{ord(PICTURE):04X}", "remove it")
-        if not self._listed:  # then it is text
-            return text
-        pieces = text.split(TAG)
-        for _ in pieces[1:]:
-            self._take_listed()
-        return PICTURE.join(pieces)
+        text = self._plain(text)
+        pieces = []
+        for piece in _TAG.split(text):
+            if piece == PICTURE_TAG and self._listed:  # else it is text
+                self._take_listed()
+                pieces.append(PICTURE)
+            elif piece == VIDEO_TAG and self._films:
+                pieces.append(self._take_film())
+            else:
+                pieces.append(piece)
+        return "".join(pieces)
+
+    def _plain(self, text: str) -> str:
+        """The text with marks for names and boxes; it must have none before."""
+        mark = next((mark for mark in (PICTURE, BOX, REF) if mark in text), None)
+        if mark is not None:
+            raise RowError(f"its text has the character U+{ord(mark):04X}", "remove it")
+        for tag, mark in TAGS.items() if self._objects is not None else ():
+            self._tags[tag] += text.count(tag)
+            text = text.replace(tag, mark)
+        return text
 
     def _part(self, part: object) -> str:
         if isinstance(part, str):
@@ -246,9 +398,16 @@ class _RowReader:
         kept = {key: value for key, value in part.items() if value is not None}  # Arrow fills them in
         kind = str(kept.get("type", "text" if "text" in kept else "image" if "image" in kept else None))
         if kind in ("text", "input_text") and isinstance(kept.get("text"), str):
-            if PICTURE in kept["text"]:
-                raise RowError(f"its text has the character U+{ord(PICTURE):04X}", "remove it")
-            return str(kept["text"])
+            return self._plain(kept["text"])
+        if kind in _OF_VIDEOS:
+            film = next((kept[key] for key in (*_OF_VIDEOS, "url", "path") if key in kept), None)
+            unread = [key for key in _OF_SAMPLING if key in kept]
+            if unread:
+                raise RowError(
+                    f"a video of a part has {' and '.join(unread)}, which is not read",
+                    "set data.frames instead",
+                )
+            return self._take_film() if film is None else self._film(film, kept)
         if kind not in ("image", "image_url", "input_image"):
             other = _OTHER_MEDIA.get(kind, f"a part of the type {one_line(kind, limit=20)}")
             raise RowError(f"it has {other}, and text and pictures can be trained on", "remove the row")
@@ -265,12 +424,38 @@ class _RowReader:
             self.pictures.append(_bounded(picture, kept))
         return PICTURE
 
+    def _take_film(self) -> str:
+        if self._used_films >= len(self._films):
+            number = len(self._films)
+            raise RowError(
+                f"it has {number or 'no'} video{'s' * (number != 1)}, and more places for them",
+                f"add the videos to the column videos, or remove {VIDEO_TAG}",
+            )
+        self._used_films += 1
+        return self._film(self._films[self._used_films - 1])
+
+    def _film(self, value: object, keys: Mapping[str, object] | None = None) -> str:
+        """The marks of a video's frames, which are pictures of the row from now on.
+
+        The keys of a part may bound their pixels.
+        """
+        value = value.get("url", value) if isinstance(value, dict) and "url" in value else value
+        frames = [self.picture_of(one) for one in (value if isinstance(value, list) else [value])]
+        name = frames[0].name if len(frames) == 1 else f"{frames[0].name} …" if frames else ""
+        if not frames or any(frame.url is not None for frame in frames):
+            raise RowError("a video has no frames, or is a URL", "write the path of a file or directory")
+        assert self._columns.frames is not None, "the processor was loaded for it"
+        taken = self._columns.frames.frames(frames, name)
+        self.videos += 1
+        self.pictures += [_bounded(frame, keys or {}) for frame in taken]
+        return PICTURE * len(taken)
+
     def _take_listed(self) -> None:
         if self.used >= len(self._listed):
             raise RowError(
                 f"it has {len(self._listed) or 'no'} picture{'s' * (len(self._listed) != 1)}, and more places"
                 " for them",
-                f"add the pictures to the column images, or remove {TAG}",
+                f"add the pictures to the column images, or remove {PICTURE_TAG}",
             )
         self.pictures.append(self.picture_of(self._listed[self.used]))
         self.used += 1
@@ -323,20 +508,34 @@ class _RowReader:
         if scheme == "file":
             text = unquote(urlsplit(text).path)
         elif scheme:
-            raise RowError(
-                f"the picture {one_line(text, limit=_SHOWN)} is a URL",
-                "download it, and write the path of the file",
-            )
+            return self._of_url(text)
         if "\0" in text or len(text) > 4096:
             return _decoded_text(text, "base64 in the row")
         return PictureSource(str(self._file(text)), None, text)
+
+    def _of_url(self, text: str) -> PictureSource:
+        name, hosts = one_line(redact(text), limit=_SHOWN), self._columns.hosts
+        download = "download it, and write the path of the file"
+        if not hosts.key:
+            raise RowError(f"the picture {name} is a URL", download)
+        try:
+            parts = urlsplit(text)
+            if parts.scheme.lower() not in PORTS:
+                raise RowError(f"the picture {name} is a URL that is not http or https", download)
+            hosts.admit(parts)
+        except FetchError as error:
+            fix = f"add its host to {hosts.key}, or {download}"
+            raise RowError(f"the picture {name} cannot be fetched: {error}", fix) from error
+        except ValueError as error:
+            raise RowError(f"the picture {name} is not a valid URL: {error}", download) from error
+        return PictureSource(None, None, name, url=text)
 
     def _file(self, named: str) -> Path:
         path = Path(named).expanduser()
         if path.is_absolute():
             return path
         places = [folder / path for folder in self._columns.folders]
-        return next((place for place in places if place.is_file()), places[0])
+        return next((place for place in places if place.exists()), places[0])
 
 
 def _listed(value: object, column: str) -> list[object]:
@@ -348,6 +547,13 @@ def _listed(value: object, column: str) -> list[object]:
             raise RowError(f"a picture in the column {one_line(column, limit=40)} is null", "remove it")
         return value
     return [value]
+
+
+def _films(value: object, column: str) -> list[object]:
+    """The videos of a column: a list of them, one, or none. Each is a path, or a list of frames."""
+    if isinstance(value, dict | bytes):
+        return [value]
+    return _listed(value, column)
 
 
 def _decoded_text(text: str, name: str) -> PictureSource:
@@ -374,9 +580,9 @@ def _bounded(picture: PictureSource, keys: Mapping[str, object]) -> PictureSourc
 
 def has_picture(row: Mapping[str, object], columns: PictureColumns) -> bool:
     """Whether a row may have one: a value in a column of pictures, or a part of a message."""
-    if any(row.get(name) for name in columns.pictures):
+    if any(row.get(name) for name in (*columns.pictures, *columns.videos)):
         return True
-    return any(_has_parts(row.get(name), columns.contents) for name in columns.turns)
+    return any(_has_parts(row.get(name), columns.contents) for name in (*columns.turns, *columns.sides))
 
 
 def _has_parts(value: object, contents: Sequence[str]) -> bool:
@@ -386,6 +592,11 @@ def _has_parts(value: object, contents: Sequence[str]) -> bool:
             if isinstance(content, list) and any(map(_is_medium, content)):
                 return True
     return False
+
+
+def has_objects(row: Mapping[str, object], columns: PictureColumns) -> bool:
+    """Whether a row may have boxes."""
+    return columns.objects is not None and isinstance(row.get(columns.objects), dict | str)
 
 
 def _is_medium(part: object) -> bool:

@@ -3,27 +3,31 @@ table, with what is needed to make its pixels again.
 
     TABLE/pictures.json       the pictures, by their numbers
     TABLE/pictures.arrow      the numbers of the pictures of each row of tokens.arrow
-    CACHE/pictures/inline/DIGEST   the bytes of a picture that a row held
+    CACHE/pictures/inline/DIGEST   the bytes of a picture that a row held, or that were fetched
+    CACHE/pictures/urls/SHA256     the digest of what a URL gave
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from unisono.base.errors import IntegrityError, UnfitError, cache_remedy, storage_reason, storage_words
-from unisono.base.files import read_json, whole_file, write_json
+from unisono.base.errors import IntegrityError
+from unisono.base.files import read_json, write_json
+from unisono.base.named_hosts import NamedHosts
 from unisono.base.text import one_line
-from unisono.trainer.config.sections import PixelsSection
+from unisono.trainer.config.sections import FramesSection, PixelsSection
 from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
 from unisono.trainer.data.pictures.decoding import BadPictureError, decoding, read_picture_file, upright_rgb
+from unisono.trainer.data.pictures.kept_bytes import KeptBytes, fetch_all
 from unisono.trainer.data.pictures.processor import PictureProcessor, Size, fitted_size
+from unisono.trainer.data.pictures.videos import VideoOrigin, VideoReader
 
 LIST_FILE = "pictures.json"
 
@@ -83,22 +87,54 @@ class PictureStore:
     Attributes:
         processor: of the model.
         pictures: so far.
+        videos: samples their frames.
     """
 
-    def __init__(self, processor: PictureProcessor, pixels: PixelsSection, *, cache_dir: Path) -> None:
-        """Has no pictures yet."""
+    def __init__(
+        self,
+        processor: PictureProcessor,
+        pixels: PixelsSection,
+        *,
+        cache_dir: Path,
+        hosts: NamedHosts,
+        frames: FramesSection,
+    ) -> None:
+        """Has no pictures yet; those with URLs are fetched from `hosts`, and `frames` of videos are
+        pictures.
+        """
         self.processor = processor
         self.pictures: list[TablePicture] = []
         self._pixels = pixels
-        self._inline = cache_dir / "pictures" / "inline"
+        self._kept = KeptBytes(cache_dir / "pictures")
+        self._hosts = hosts
+        self.videos = VideoReader(frames, self._kept, processor)
         self._decoded: dict[str, Decoded | Broken] = {}
+        self._files: dict[str, str] = {}  # of those that were fetched
         self._numbers: dict[tuple[str, Size], int] = {}
 
     def decode(self, sources: Iterable[PictureSource]) -> None:
         """Decodes those that are not known yet, several at once."""
         new = {key: source for source in sources if (key := _key(source)) not in self._decoded}
         processes = len(os.sched_getaffinity(0))
-        self._decoded |= zip(new, decode_all(list(new.values()), processes=processes), strict=True)
+        local = self._fetched(new)
+        self._decoded |= zip(local, decode_all(list(local.values()), processes=processes), strict=True)
+        for key, source in new.items():
+            if source.url is not None and isinstance(self._decoded[key], Broken):
+                self._kept.forget_url(source.url)  # its host may have given an error page
+
+    def _fetched(self, new: Mapping[str, PictureSource]) -> dict[str, PictureSource]:
+        """The new sources as files or bytes; those that cannot be fetched are broken."""
+        urls = {key: source.url for key, source in new.items() if source.url is not None}
+        files = fetch_all(urls.values(), self._hosts, self._kept) if urls else {}
+        local = {key: source for key, source in new.items() if key not in urls}
+        for key, url in urls.items():
+            result = files[url]
+            if isinstance(result, Path):
+                self._files[key] = str(result)
+                local[key] = replace(new[key], file=str(result))
+            else:
+                self._decoded[key] = Broken(result)
+        return local
 
     def number(self, source: PictureSource) -> int:
         """The number of a decoded picture.
@@ -124,7 +160,7 @@ class PictureStore:
             ) from error
         ids = self.processor.processor.tokenizer.encode(text, add_special_tokens=False)
         features = sum(i in self.processor.image_ids for i in ids)
-        file = source.file or self._keep(source.data or b"", decoded.digest)
+        file = source.file or self._files.get(_key(source)) or str(self._kept.keep(source.data or b""))
         changed = decoded.changed_ns if source.file is not None else 0
         self.pictures.append(
             TablePicture(
@@ -143,6 +179,26 @@ class PictureStore:
         self._numbers[decoded.digest, size] = len(self.pictures) - 1
         return len(self.pictures) - 1
 
+    def size(self, source: PictureSource) -> Size:
+        """The size of a decoded picture in its file, upright.
+
+        Raises:
+            PictureError: if it cannot be used.
+        """
+        self.number(source)
+        decoded = self._decoded[_key(source)]
+        assert isinstance(decoded, Decoded), "else it has no number"
+        return decoded.width, decoded.height
+
+    def seen_size(self, source: PictureSource) -> Size:
+        """The size of a decoded picture as the model gets it.
+
+        Raises:
+            PictureError: if it cannot be used.
+        """
+        picture = self.pictures[self.number(source)]
+        return self.processor.seen_size((picture.width, picture.height))
+
     def expansion(self, number: int) -> str:
         """The text that takes the place of a picture."""
         return self.processor.expansion((self.pictures[number].width, self.pictures[number].height))
@@ -155,29 +211,9 @@ class PictureStore:
     def write(self, directory: Path) -> None:
         """Writes pictures.json of a table."""
         pictures = [asdict(one) for one in self.pictures]
-        body = {"schema": 1, "image_ids": list(self.processor.image_ids), "pictures": pictures}
+        body: dict[str, object] = {"schema": 1, "image_ids": list(self.processor.image_ids)}
+        body |= {"pictures": pictures, "videos": [asdict(one) for one in self.videos.origins.values()]}
         write_json(directory / LIST_FILE, body)
-
-    def _keep(self, data: bytes, digest: str) -> str:
-        """Copies bytes into the cache; gives the file.
-
-        Raises:
-            UnfitError: if the cache cannot be written.
-        """
-        file = self._inline / digest
-        if not file.is_file():
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(file) as temporary:
-                    temporary.write_bytes(data)
-            except OSError as error:
-                raise UnfitError.of(
-                    f"the cache of pictures cannot be written: {storage_words(error)}",
-                    where=str(file),
-                    why=storage_reason(error),
-                    fix=cache_remedy(error),
-                ) from error
-        return str(file)
 
 
 class PictureError(RowError):
@@ -196,6 +232,8 @@ class PictureError(RowError):
 def _key(source: PictureSource) -> str:
     if source.file is not None:
         return source.file
+    if source.url is not None:
+        return f"url {source.url}"
     return f"data {hashlib.sha256(source.data or b'').hexdigest()}"
 
 
@@ -225,11 +263,17 @@ def read_image_ids(table: Path) -> list[int]:
     return ids
 
 
-def changed_picture(pictures: Sequence[TablePicture]) -> str | None:
-    """Why the first picture is not the one that was prepared; None if all are.
+def changed_picture(table: Path) -> str | None:
+    """Why the first picture of a table, or the first video with frames in it, is not the one that
+    was prepared; None if all are.
 
     Of a file whose size and time are the same the contents are not read again.
     """
+    pictures = read_pictures(table)
+    videos = read_json(table / LIST_FILE).get("videos", []) if pictures else []
+    for video in (VideoOrigin(**entry) for entry in videos):
+        if not video.is_same:
+            return f"the video {video.name} has changed"
     for picture in pictures:
         try:
             status = Path(picture.file).stat()

@@ -293,7 +293,10 @@ class PictureLoader:
 
     Attributes:
         timesteps: number of timesteps of the noise schedule.
+        feature_ids: none: no token stands for a part of a picture.
     """
+
+    feature_ids: Sequence[int] = ()
 
     def __init__(
         self,

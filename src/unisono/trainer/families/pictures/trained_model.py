@@ -22,7 +22,16 @@ from unisono.trainer.families.pictures.written import WrittenLora
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan import RunPlan
 
-__all__ = ["choose_forward", "load", "open_contents", "outputs", "read_outputs", "write_result", "written"]
+__all__ = [
+    "choose_forward",
+    "load",
+    "open_contents",
+    "outputs",
+    "probe",
+    "read_outputs",
+    "write_result",
+    "written",
+]
 
 
 def load(plan: RunPlan, device: torch.device) -> LoadedModel:
@@ -40,6 +49,11 @@ def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | N
         dtype=plan.dtype,
         gradient_checkpointing=plan.gradient_checkpointing,
     )
+
+
+def probe(plan: RunPlan, device: torch.device) -> None:
+    """None: rows are captions."""
+    del plan, device
 
 
 def write_result(

@@ -45,6 +45,11 @@ def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | N
     return forward
 
 
+def probe(plan: RunPlan, device: torch.device) -> None:
+    """None: rows are tokens."""
+    del plan, device
+
+
 def open_contents(plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool) -> tuple[None, None]:
     """None: rows are tokens."""
     del plan, forward, device, draws

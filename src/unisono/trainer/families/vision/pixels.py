@@ -52,6 +52,11 @@ class PixelLoader:
         self._kept: OrderedDict[int, Tensors] = OrderedDict()
         self._bytes = 0
 
+    @property
+    def feature_ids(self) -> Sequence[int]:
+        """The tokens of which each stands for a feature."""
+        return self.processor.image_ids
+
     def pictures_of(self, row: int) -> list[int]:
         """The numbers of the pictures of a row, as in the file of tokens."""
         return self._of_rows[row]

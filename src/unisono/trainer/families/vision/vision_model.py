@@ -22,19 +22,29 @@ from unisono.trainer.families.vision.sight import (
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.forward import Forward, PictureProbe
 from unisono.trainer.model.forward import choose_forward as choose_text_forward
-from unisono.trainer.model.load import LoadedModel, load_for_training
+from unisono.trainer.model.frozen_vision import reached_by_pictures
+from unisono.trainer.model.load import DTYPES, LoadedModel, load_for_training
 from unisono.trainer.model.result_logits import ResultLogits
 from unisono.trainer.plan import RunPlan
 
-__all__ = ["choose_forward", "load", "open_contents", "outputs", "read_outputs", "write_result", "written"]
+__all__ = [
+    "choose_forward",
+    "load",
+    "open_contents",
+    "outputs",
+    "probe",
+    "read_outputs",
+    "write_result",
+    "written",
+]
 
 _PROBED_ROWS = 2
 _SHARE = 0.25  # of the host memory that is available, for features of all ranks of a node
 
 
 def load(plan: RunPlan, device: torch.device) -> LoadedModel:
-    """The model with its vision part, which is frozen."""
-    return load_for_training(
+    """The model with its vision part; of sharded weights it is known what pictures alone reach."""
+    loaded = load_for_training(
         plan.config,
         directory=Path(plan.model.directory),
         tokenizer_directory=locate_tokenizer(plan.config),
@@ -42,6 +52,12 @@ def load(plan: RunPlan, device: torch.device) -> LoadedModel:
         device=device,
         keeps_parts=True,
     )
+    if plan.mesh.shards_weights:
+        sample = {name: value.to(device) for name, value in _processor(plan).inputs(drawn()).items()}
+        enabled = plan.dtype != "float32"
+        with torch.autocast(device.type, dtype=DTYPES[plan.dtype], enabled=enabled):
+            loaded.of_pictures = reached_by_pictures(loaded.base, loaded.trainable, sample)
+    return loaded
 
 
 def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | None) -> Forward:
@@ -54,8 +70,25 @@ def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | N
         quick_adapter=adapter is not None and adapter.is_plain,
         root=root,
         router_loss=plan.config.optim.router_loss,
-        pictures=_probe(plan, loaded.base.device),
+        pictures=probe(plan, loaded.base.device),
     )
+
+
+def probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
+    """The shortest rows with pictures, of which the second one may be the first again; None if the
+    training has no picture.
+    """
+    loader = _loader(plan, device)
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    stored, lengths = table.columns["stored"].tolist(), table.row_lengths().tolist()
+    seeing = [i for i, number in enumerate(stored) if loader.pictures_of(number)]
+    if not seeing:
+        return None
+    chosen = sorted(seeing, key=lengths.__getitem__)[:_PROBED_ROWS]
+    chosen += chosen[: _PROBED_ROWS - len(chosen)]
+    rows = [table.row(i)[0].tolist() for i in chosen]
+    seen = [loader.load([stored[i]], [], []) for i in chosen]
+    return probe_of_rows(rows, [one for one in seen if one is not None], device)
 
 
 def open_contents(
@@ -99,20 +132,3 @@ def _processor(plan: RunPlan) -> PictureProcessor:
 
 def _loader(plan: RunPlan, device: torch.device) -> PixelLoader:
     return PixelLoader(Path(plan.data.cache_dir), _processor(plan), device)
-
-
-def _probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
-    """The shortest rows with pictures, of which the second one may be the first again; None if the
-    training has no picture.
-    """
-    loader = _loader(plan, device)
-    table = TokenTable.open(Path(plan.data.cache_dir), "train")
-    stored, lengths = table.columns["stored"].tolist(), table.row_lengths().tolist()
-    seeing = [i for i, number in enumerate(stored) if loader.pictures_of(number)]
-    if not seeing:
-        return None
-    chosen = sorted(seeing, key=lengths.__getitem__)[:_PROBED_ROWS]
-    chosen += chosen[: _PROBED_ROWS - len(chosen)]
-    rows = [table.row(i)[0].tolist() for i in chosen]
-    seen = [loader.load([stored[i]], [], []) for i in chosen]
-    return probe_of_rows(rows, [one for one in seen if one is not None], device)

@@ -133,6 +133,43 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _json_valid(settings: Mapping[str, Any]) -> RewardFunction:
+    del settings
+
+    def reward(completions: Sequence[Text]) -> list[float]:
+        return [float(_is_json(text_of(completion))) for completion in completions]
+
+    return reward
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _rouge_l(settings: Mapping[str, Any]) -> RewardFunction:
+    from unisono.trainer.objectives.text_scores import rouge_l
+
+    def reward(completions: Sequence[Text], **columns: Any) -> list[float]:
+        expected = _expected(settings, columns)
+        return [rouge_l([(text_of(completion), expected)]) for completion in completions]
+
+    return reward
+
+
+def _bleu(settings: Mapping[str, Any]) -> RewardFunction:
+    from unisono.trainer.objectives.text_scores import sentence_bleu
+
+    def reward(completions: Sequence[Text], **columns: Any) -> list[float]:
+        expected = _expected(settings, columns)
+        return [sentence_bleu(text_of(completion), expected) for completion in completions]
+
+    return reward
+
+
 def _math(settings: Mapping[str, Any]) -> RewardFunction:
     try:
         from math_verify import parse, verify
@@ -171,7 +208,10 @@ BUILT_IN: dict[str, Callable[[Mapping[str, Any]], RewardFunction]] = {
     "regex": _regex,
     "length": _length,
     "format": _format,
+    "json_valid": _json_valid,
     "json_schema": _json_schema,
     "math": _math,
+    "rouge_l": _rouge_l,
+    "bleu": _bleu,
 }
 """A function by the name of a built-in reward."""

@@ -1,15 +1,9 @@
 """What a reward function gets, what it gives, and the sum of several of them. Pure."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict, final
-
-from unisono.base.user_code import own_class
-
-if TYPE_CHECKING:
-    from unisono.trainer.config.rollout_sections import RewardSection
+from typing import Literal, TypedDict, final
 
 Text = str | list[dict[str, object]]
 """A prompt or an answer: a text, or messages with `role` and `content`."""
@@ -134,7 +128,7 @@ class RewardFailure:
     Attributes:
         row: as in `RewardCall`.
         answer: its index in the group; None: all answers of the group.
-        function: its name, see `reward_names`.
+        function: its name, see `config.answer_functions.function_names`.
         kind: it raised an exception, missed its deadline, gave something that is not a number,
             exceeded its memory, or its process ended.
         seconds: that the call took.
@@ -277,15 +271,6 @@ def total(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> 
     """The sum of rewards × weights over the functions that apply; None if none does."""
     terms = [weights[name] * value for name, value in rewards.items() if value is not None]
     return math.fsum(terms) if terms else None
-
-
-def reward_names(entries: "Sequence[RewardSection]") -> list[str]:
-    """A name for each entry of `rewards`: of its function; where several have the same, with its
-    number among the entries.
-    """
-    names = [parts[1] if (parts := own_class(entry.use)) else entry.use for entry in entries]
-    count = Counter(names)
-    return [f"{name}.{index}" if count[name] > 1 else name for index, name in enumerate(names)]
 
 
 def text_of(text: Text) -> str:

@@ -14,9 +14,10 @@ from unisono.base.errors import ConfigError, Problem
 from unisono.base.files import parse_json
 from unisono.base.text import parse_seconds, why_unreadable
 from unisono.base.user_code import OwnCode, own_class
+from unisono.trainer.config.answer_functions import FUNCTIONS, AnswerFunction, function_names
 from unisono.trainer.config.own_code import agreed_source, schema_file
 from unisono.trainer.config.reward_models import MODEL, reward_model
-from unisono.trainer.config.rollout_sections import REWARDS, RewardSection
+from unisono.trainer.config.rollout_sections import RewardSection
 from unisono.trainer.objectives.rewards.calls import (
     CallReply,
     CallRequest,
@@ -31,7 +32,6 @@ from unisono.trainer.objectives.rewards.calls import (
     Setup,
     combined,
     cut,
-    reward_names,
 )
 from unisono.trainer.objectives.rewards.process import RewardModelProcess, RewardProcess, encoded
 
@@ -131,6 +131,11 @@ class _Worker:
     attempt: _Attempt | None = None
 
 
+def _weight(entry: AnswerFunction) -> float:
+    """Its factor in the sum of a group."""
+    return entry.weight if isinstance(entry, RewardSection) else 1.0
+
+
 class RewardPool:
     """Processes that call all functions of a run; a context manager.
 
@@ -140,10 +145,11 @@ class RewardPool:
 
     def __init__(
         self,
-        entries: Sequence[RewardSection],
+        entries: Sequence[AnswerFunction],
         digests: Mapping[str, str],
         on_wait: Callable[[str], None] | None = None,
         *,
+        key: str = "rewards",
         processes: int = PROCESSES,
         memory_bytes: int = MEMORY_BYTES,
         threads: int = 1,
@@ -151,20 +157,22 @@ class RewardPool:
         """A pool whose processes start with its context.
 
         Args:
-            entries: of `rewards`.
+            entries: of `rewards` or `eval.metrics`.
             digests: of the files of the user's own and of reward models, by key, e.g. `rewards.0`.
             on_wait: called about every second with what is being waited for, e.g.
                 `rewards.py:exact on train.jsonl:17 for 8 s`; what it raises ends the call of
                 `score`.
+            key: of the config that has the entries.
             processes: that call functions at the same time.
             memory_bytes: address space of such a process beside what its functions have loaded.
             threads: that all reward models together compute with, which the caller does not need
                 while it waits.
         """
-        self._entries, self._digests, self._on_wait = list(entries), digests, on_wait
+        self._entries, self._digests, self._on_wait, self._key = list(entries), digests, on_wait, key
+        self._what = key.rpartition(".")[2]
         self._processes, self._memory_bytes, self._threads = processes, memory_bytes, threads
         self._roles: list[_Role] = []
-        self.names = reward_names(entries)
+        self.names = function_names(entries)
         self._deadlines = [parse_seconds(entry.deadline) for entry in entries]
         self._wheres = [""] * len(self._entries)
         self._workers: list[_Worker] = []
@@ -236,7 +244,7 @@ class RewardPool:
         except BaseException:  # also Ctrl-C, and what `on_wait` raises: a call must not go on
             self._end_running()
             raise
-        weights = dict(zip(self.names, (entry.weight for entry in self._entries), strict=True))
+        weights = dict(zip(self.names, map(_weight, self._entries), strict=True))
         size = len(self._entries)
         return [
             combined(
@@ -269,7 +277,8 @@ class RewardPool:
             ConfigError: if the model has changed, or is refused.
         """
         entry = self._entries[index]
-        model = reward_model(Path(entry.path or ""), f"rewards.{index}.path", device=entry.device)
+        assert isinstance(entry, RewardSection), "no other section has models"
+        model = reward_model(Path(entry.path or ""), f"{self._key}.{index}.path", device=entry.device)
         if model.digest != self._digests.get(model.key):
             raise ConfigError.of(
                 f"the reward model {model.path} has changed since the plan was made",
@@ -284,23 +293,23 @@ class RewardPool:
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **hidden}
         return _Role((index,), encoded(setup), process=RewardModelProcess, environment=environment)
 
-    def _function(self, index: int, entry: RewardSection) -> Function:
+    def _function(self, index: int, entry: AnswerFunction) -> Function:
         """What a process needs to load a function.
 
         Raises:
             ConfigError: if a file cannot be read, or has changed.
         """
-        key = f"rewards.{index}"
+        key = f"{self._key}.{index}"
         if parts := own_class(entry.use):
             code = OwnCode(key, "reward", *parts)
             source = agreed_source(code, self._digests.get(key, ""))
             path = str(code.path)
             return {"use": entry.use, "path": path, "name": code.name, "source": source.decode("latin-1")}
-        if entry.use not in REWARDS:
+        if entry.use not in entry.kinds:
             raise ConfigError.of(
                 f"there is no reward {entry.use}",
                 where=key,
-                why=f"built in are {', '.join(REWARDS)}",
+                why=f"built in are {', '.join(name for name in FUNCTIONS if name in entry.kinds)}",
                 fix="name one of these, or FILE.py:FUNCTION",
             )
         settings = {name: getattr(entry, name) for name in entry.keys if name != "schema"}
@@ -333,7 +342,8 @@ class RewardPool:
         parts = own_class(entry.use)
         if parts:
             return f"{parts[0].name}:{parts[1]}"
-        return f"{entry.use} {Path(entry.path).name}" if entry.path else entry.use
+        path = entry.path if isinstance(entry, RewardSection) else None
+        return f"{entry.use} {Path(path).name}" if path else entry.use
 
     # ---- one look at the processes
 
@@ -421,7 +431,7 @@ class RewardPool:
     def _loads_too_long(self, role: _Role) -> Problem:
         names = ", ".join(map(self._label, role.functions))
         fix = "load less in the file" if role.process is RewardProcess else "use a smaller reward model"
-        return Problem(f"the rewards were not loaded within {LOAD_S:.0f} s", names, fix=fix)
+        return Problem(f"the {self._what} were not loaded within {LOAD_S:.0f} s", names, fix=fix)
 
     def _died_loading(self, role: _Role, words: str) -> Problem:
         """The problem of a process that ended before it was ready."""
@@ -429,11 +439,11 @@ class RewardPool:
         if role.process is RewardModelProcess:
             return Problem(
                 f"the process of a reward model ended {words} while it loaded the model",
-                str(entries[0].path),
+                self._label(role.functions[0]),
                 fix="check that the memory suffices: the log has what it printed",
             )
         return Problem(
-            f"a process of the rewards ended {words} while it loaded its functions",
+            f"a process of the {self._what} ended {words} while it loaded its functions",
             "; ".join(entry.use for entry in entries),
             fix="import the file with Python: the log has what it printed",
         )

@@ -19,10 +19,13 @@ class EndTokens:
     Attributes:
         stop_ids: tokens that end an answer.
         pad_id: any token.
+        of_pictures: those of stop_ids that stand for a feature of a picture: no model can read one
+            that it wrote.
     """
 
     stop_ids: frozenset[int]
     pad_id: int
+    of_pictures: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, prompts: TableSource, forward: Forward) -> Self:
@@ -30,7 +33,10 @@ class EndTokens:
         tokenizer = forward.loaded.tokenizer
         stop_ids = set(prompts.rows.table.stop_ids) | ({tokenizer.eos_token_id} - {None})
         pad_id = tokenizer.pad_token_id
-        return cls(frozenset(stop_ids), next(iter(stop_ids), 0) if pad_id is None else pad_id)
+        contents = prompts.rows.contents
+        of_pictures = frozenset(() if contents is None else contents.loader.feature_ids)
+        pad = next(iter(stop_ids), 0) if pad_id is None else pad_id
+        return cls(of_pictures.union(stop_ids), pad, of_pictures)
 
 
 class AnswerSampler(Protocol):

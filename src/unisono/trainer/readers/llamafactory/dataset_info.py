@@ -459,12 +459,12 @@ class _DatasetEntry:
                     name,
                     fix=f"remove columns.{name} if its rows have none",
                 )
-        if columns["images"] and stage != "sft":
+        if columns["images"] and stage not in ("sft", "dpo", "kto"):
             self._add(
                 f"the dataset {self._name} has images, and stage is {stage}",
                 "columns",
                 "images",
-                why="pictures are trained with stage sft only",
+                why="pictures are trained with the stages sft, dpo and kto only",
                 fix="remove columns.images if its rows are text",
             )
 

@@ -225,9 +225,6 @@ class LfEncoder:
         """The tokens of each example, or its error."""
         if self._pretrain:
             return self._encode_texts(examples)
-        if self.pictures is not None:
-            of_rows = (one.pictures for one in examples if isinstance(one, Exchange))
-            self.pictures.decode(chain.from_iterable(of_rows))
         rows = self._each(examples, self._conversation, self._row)
         return [
             row if isinstance(row, RowError) else self._finished(row, example)
@@ -296,17 +293,18 @@ class LfEncoder:
                     "the row has no chosen and rejected answer",
                     "set the source's columns: {chosen: NAME, rejected: NAME}",
                 )
-            return [self._writer.question(example, answer) for answer in example.answers]
+            expanded = self._with_expansions(example)
+            return [self._writer.question(expanded, answer) for answer in example.answers]
 
-        def finish(pairs: list[QuestionAnswer[Ids]]) -> EncodedUnit:
+        def finish(pairs: list[QuestionAnswer[Ids]]) -> tuple[Encoded, Encoded]:
             chosen, rejected = pairs
             rejected.source = chosen.source
             longest = max(len(self._ended(pair)) for pair in pairs)
-            return EncodedUnit((self._question(chosen, longest), self._question(rejected, longest)))
+            return self._question(chosen, longest), self._question(rejected, longest)
 
         units = self._each(examples, pieces, finish)
         return [
-            unit if isinstance(unit, RowError) else self._noted_unit(unit.sides, example)
+            unit if isinstance(unit, RowError) else self._finished_unit(unit, example)
             for unit, example in zip(units, examples, strict=True)
         ]
 
@@ -331,7 +329,8 @@ class LfEncoder:
                 raise RowError(
                     "the row has no label with its answer", "set the source's columns: {label: NAME}"
                 )
-            return [self._writer.question(example, answer) for answer in (example.answers[0], others[i])]
+            expanded = self._with_expansions(example)
+            return [self._writer.question(expanded, answer) for answer in (example.answers[0], others[i])]
 
         def finish(pairs: list[QuestionAnswer[Ids]]) -> tuple[Encoded, Encoded]:
             matched, other = (self._question(pair, len(self._ended(pair))) for pair in pairs)
@@ -339,7 +338,11 @@ class LfEncoder:
 
         rows = self._each(examples, pieces, finish)
         return [
-            row if isinstance(row, RowError) else self._noted_unit(row, example, label=_is_desirable(example))
+            (
+                row
+                if isinstance(row, RowError)
+                else self._finished_unit(row, example, label=_is_desirable(example))
+            )
             for row, example in zip(rows, examples, strict=True)
         ]
 
@@ -352,6 +355,9 @@ class LfEncoder:
         """Writes each example as pairs of pieces, tokenizes the pieces of all, and finishes the
         pairs of tokens.
         """
+        if self.pictures is not None:
+            of_rows = (one.pictures for one in examples if isinstance(one, Exchange))
+            self.pictures.decode(chain.from_iterable(of_rows))
         written = [_caught(write, i, example) for i, example in enumerate(examples)]
         flat = [
             side
@@ -380,10 +386,18 @@ class LfEncoder:
             return row
         return replace(row, not_rendered=example.not_rendered, has_control_tokens=keeps)
 
-    def _noted_unit(
-        self, sides: tuple[Encoded, ...], example: Example, *, label: bool | None = None
-    ) -> EncodedUnit:
-        return EncodedUnit((self._noted(sides[0], example), *sides[1:]), label)
+    def _finished_unit(
+        self, sides: tuple[Encoded, Encoded], example: Example, *, label: bool | None = None
+    ) -> EncodedUnit | RowError:
+        """The unit of two sides, each with the pictures; notes are on the first one."""
+        finished: list[Encoded] = []
+        for side in sides:
+            row = self._finished(side, example)
+            if isinstance(row, RowError):
+                return row
+            finished.append(row)
+        first, *others = finished
+        return EncodedUnit((first, *(replace(row, not_rendered=()) for row in others)), label)
 
     def _conversation(self, _: int, example: Exchange) -> list[QuestionAnswer[Pieces]]:
         example = self._with_expansions(example)

@@ -1,0 +1,179 @@
+"""Frames of a video: an animated GIF or WebP through Pillow, an MP4, MOV, MKV, WebM or AVI file
+through PyAV. Only the frames that are sampled are kept.
+"""
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from unisono.base.files import open_plain
+from unisono.base.text import one_line
+from unisono.trainer.data.pictures.decoding import MOST_PIXELS, BadPictureError, upright_rgb
+from unisono.trainer.data.pictures.kept_bytes import KeptBytes
+
+MOST_FRAMES = 20_000
+"""A video with more is refused."""
+_CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"), (8, b"AVI ", "avi"))
+"""Where a file has which bytes, and what FFmpeg calls its format. Others are refused, since some
+name further files and URLs.
+"""
+_EXTRA = "pip install 'unisono[video]'"
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRequest:
+    """Which frames of a video are kept.
+
+    Attributes:
+        path: of its file.
+        fps: frames of a second; None: `most`, whatever its duration.
+        most: frames.
+        directory: of KeptBytes.
+    """
+
+    path: str
+    fps: float | None
+    most: int
+    directory: str
+
+    def to_json(self) -> str:
+        """Its fields."""
+        return json.dumps(asdict(self))
+
+
+def keep_frames(request: FrameRequest) -> list[Path]:
+    """The files of the sampled frames, as PNG.
+
+    Raises:
+        BadPictureError: if the video cannot be decoded.
+    """
+    kept = KeptBytes(Path(request.directory))
+    path = Path(request.path)
+    try:
+        with open_plain(path) as stream:
+            head = stream.read(16)
+        frames = _animated(path, request) if _is_animation(head) else _filmed(path, head, request)
+        return [kept.keep(_png(frame)) for frame in frames]
+    except OSError as error:
+        raise BadPictureError(f"it cannot be read: {error.strerror or error}") from error
+
+
+def sampled(total: int, *, seconds: float | None, fps: float | None, most: int) -> list[int]:
+    """The numbers of the frames that are used, from 0, evenly over all: LLaMA-Factory's rule.
+
+    Args:
+        total: frames of the video.
+        seconds: its duration; None: not known.
+        fps: frames of a second that are used; None: as many as `most` allows.
+        most: frames.
+    """
+    count = min(total, most)
+    if fps is not None and seconds is not None:
+        count = min(count, max(1, int(seconds * fps)))
+    return [number * (total - 1) // max(count - 1, 1) for number in range(count)]
+
+
+def _is_animation(head: bytes) -> bool:
+    return head.startswith(b"GIF8") or (head.startswith(b"RIFF") and head[8:12] == b"WEBP")
+
+
+def _png(frame: Any) -> bytes:
+    out = io.BytesIO()
+    frame.save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def _refuse_large(width: int, height: int, frames: int) -> None:
+    if width * height > MOST_PIXELS or frames > MOST_FRAMES:
+        raise BadPictureError(
+            f"{frames} frames of {width} × {height} pixels are more than {MOST_FRAMES} of {MOST_PIXELS}"
+        )
+
+
+def _animated(path: Path, request: FrameRequest) -> Iterator[Any]:
+    from PIL import Image
+
+    try:
+        with open_plain(path) as file, Image.open(file, formats=("GIF", "WEBP")) as image:
+            animation: Any = image  # a still picture has one frame
+            total = int(getattr(animation, "n_frames", 1))
+            _refuse_large(animation.width, animation.height, total)
+            numbers = sampled(total, seconds=_duration(animation, total), fps=request.fps, most=request.most)
+            for number in numbers:
+                animation.seek(number)
+                yield upright_rgb(animation)
+    except BadPictureError:
+        raise
+    except Exception as error:  # Pillow passes on errors of its decoders
+        raise BadPictureError(f"it is truncated or damaged: {type(error).__name__}: {error}") from error
+
+
+def _duration(animation: Any, total: int) -> float | None:
+    """Seconds of an animation; None if its frames have no times."""
+    milliseconds = 0.0
+    for number in range(total):
+        animation.seek(number)
+        animation.load()  # a WebP file has the time of a frame then
+        milliseconds += float(animation.info.get("duration") or 0)
+    return milliseconds / 1000 if milliseconds else None
+
+
+def _filmed(path: Path, head: bytes, request: FrameRequest) -> Iterator[Any]:
+    container = next((name for at, mark, name in _CONTAINERS if head[at:].startswith(mark)), None)
+    if container is None:
+        raise BadPictureError("it is not a GIF, WebP, MP4, MOV, MKV, WebM or AVI video")
+    if find_spec("av") is None:
+        raise BadPictureError(f"videos of this format are read with PyAV: {_EXTRA}")
+    import av
+
+    try:
+        total, seconds = _length(path, container)
+        numbers = sampled(total, seconds=seconds, fps=request.fps, most=request.most)
+        yield from _decoded(path, container, numbers)
+    except av.error.FFmpegError as error:
+        why = one_line(str(error.strerror or error), limit=100)
+        raise BadPictureError(f"it is truncated or damaged: {why}") from error
+
+
+def _length(path: Path, container: str) -> tuple[int, float | None]:
+    """Frames and seconds of a video. Frames are counted, since many files do not say how many they
+    have, or say it wrong.
+    """
+    import av
+
+    with open_plain(path) as file, av.open(file, format=container) as opened:
+        if not opened.streams.video:
+            raise BadPictureError("it has no pictures, only sound")
+        stream = opened.streams.video[0]
+        total, first, last = 0, None, 0.0
+        for frame in opened.decode(stream):
+            total += 1
+            _refuse_large(frame.width, frame.height, total)
+            if frame.time is not None:
+                first = frame.time if first is None else first
+                last = max(last, frame.time)
+        if not total:
+            raise BadPictureError("it has no frame that can be decoded")
+        if stream.frames > total:
+            raise BadPictureError(f"it is truncated: it has {total} of {stream.frames} frames")
+        rate = float(stream.average_rate) if stream.average_rate else 0.0
+    seconds = None if first is None else last - first + (1 / rate if rate else 0.0)
+    return total, seconds
+
+
+def _decoded(path: Path, container: str, numbers: Sequence[int]) -> Iterator[Any]:
+    import av
+
+    chosen = set(numbers)
+    with open_plain(path) as file, av.open(file, format=container) as opened:
+        for number, frame in enumerate(opened.decode(opened.streams.video[0])):
+            if number in chosen:
+                image = frame.to_image()
+                turned = int(frame.rotation or 0)  # counterclockwise, as that of Pillow
+                yield image.rotate(turned, expand=True) if turned else image
+            if number >= numbers[-1]:
+                return
