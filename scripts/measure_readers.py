@@ -16,7 +16,7 @@ from pathlib import Path
 from unisono.base.errors import UnisonoError
 from unisono.jobs.runs.config_file import load_config
 from unisono.trainer.config import LoadedConfig, config_of
-from unisono.trainer.readers.trl.reader import read_trl
+from unisono.trainer.readers.trl.trl_file import read_trl
 
 _COMMAND = re.compile(r"^[#\s]*((?:python|accelerate launch|trl)\b(?:[^\n\\]|\\\n|\\.)*)", re.MULTILINE)
 _SHOWN = 40

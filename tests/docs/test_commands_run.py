@@ -92,6 +92,7 @@ STEPS: list[tuple[str, set[int]]] = [
 """Each command in a folder that is prepared as the pages ask for, and its exit codes."""
 
 ELSEWHERE = {
+    r"^studio": "tests/front/studio/test_page.py",
     r"--launcher slurm|^srun ": "tests/jobs/slurm/test_jobs.py",
     r"--launcher ray": "tests/jobs/ray/test_faults.py",
     r"--hosts ": "tests/jobs/nodes/test_hosts.py",

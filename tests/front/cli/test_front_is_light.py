@@ -55,6 +55,10 @@ APART = (
     "unisono.guard.integrations.torchrun_handler",
     "unisono.front.api.loading",
     *("unisono.front.board.server", "unisono.front.http_server", "unisono.front.serve.server"),
+    *(
+        f"unisono.front.studio.{name}"
+        for name in ("actions", "gate", "models", "runs", "studio_server", "suggestions")
+    ),
 )
 
 

@@ -16,8 +16,8 @@ from unisono.base.errors import ConfigError
 from unisono.jobs.runs.config_file import load_config
 from unisono.trainer.data import Completion
 from unisono.trainer.data.formats import to_example
-from unisono.trainer.readers.axolotl.keys import KEYS
-from unisono.trainer.readers.axolotl.reader import AxolotlFile, to_config
+from unisono.trainer.readers.axolotl.axolotl_file import AxolotlFile, to_config
+from unisono.trainer.readers.axolotl.axolotl_keys import KEYS
 
 BASE: dict[str, Any] = {
     "base_model": "some/model", "datasets": [{"path": "rows.jsonl", "type": "alpaca"}], "adapter": "lora",

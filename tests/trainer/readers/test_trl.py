@@ -15,8 +15,8 @@ from unisono.base.errors import ConfigError
 from unisono.jobs.runs.config_file import load_config
 from unisono.trainer.config import config_of
 from unisono.trainer.readers.trl.command import read_command
-from unisono.trainer.readers.trl.keys import KEYS, OWN
-from unisono.trainer.readers.trl.reader import TrlFile, read_trl, translate
+from unisono.trainer.readers.trl.trl_file import TrlFile, read_trl, translate
+from unisono.trainer.readers.trl.trl_keys import KEYS, OWN
 
 BASE: dict[str, Any] = {
     "model_name_or_path": "some/model", "dataset_name": "some/rows", "learning_rate": 2e-4,

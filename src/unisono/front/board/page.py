@@ -35,11 +35,16 @@ def words() -> dict[str, dict[str, str]]:
     return by_language
 
 
-def page_html(language: str) -> str:
-    """The page of the server: it loads its parts, and asks for the data."""
+def page_html(language: str, *, home: str = "") -> str:
+    """The page of the server: it loads its parts, and asks for the data.
+
+    Args:
+        home: the path of the page that leads here; empty: there is none.
+    """
     links = "".join(f'<link rel="stylesheet" href="/static/{name}">' for name in _STYLES)
     scripts = "".join(f'<script src="/static/{name}" defer></script>' for name in _SCRIPTS)
-    return _document(language, head=links, end=_as_data("words", words()) + scripts)
+    data = as_data("words", words()) + (as_data("home", home) if home else "")
+    return document(language, head=links, end=data + scripts)
 
 
 def file_html(data: Mapping[str, object]) -> str:
@@ -62,11 +67,11 @@ def file_html(data: Mapping[str, object]) -> str:
         f"<style>{text}</style>" for text in styles
     )
     end = (
-        _as_data("words", words())
-        + _as_data("data", data)
+        as_data("words", words())
+        + as_data("data", data)
         + "".join(f"<script>{text}</script>" for text in scripts)
     )
-    return _document("en", head=head, end=end)
+    return document("en", head=head, end=end)
 
 
 def runs_file(paths: list[Path], *, key: bytes) -> tuple[list[dict[str, str]], str]:
@@ -95,14 +100,15 @@ def _inline_pictures(run: FollowedRun) -> dict[str, str]:
     }
 
 
-def _document(language: str, *, head: str, end: str) -> str:
+def document(language: str, *, head: str, end: str, title: str = "unisono board") -> str:
+    """A page with an empty element that its script fills."""
     word = words()[language]
     return (
         f'<!doctype html><html lang="{"zh-CN" if language == "zh" else "en"}"><head><meta'
         ' charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><meta'
         ' name="color-scheme" content="light dark"><meta name="generator" content="unisono'
-        f' {html.escape(__version__)}">{NO_ICON}<title>unisono'
-        f" board</title>{head}</head><body><noscript>{html.escape(word['needs_script'])}</noscript><div"
+        f' {html.escape(__version__)}">{NO_ICON}<title>{title}'
+        f"</title>{head}</head><body><noscript>{html.escape(word['needs_script'])}</noscript><div"
         f' id="page"></div>{end}</body></html>'
     )
 
@@ -112,7 +118,7 @@ def _hash_of(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _as_data(name: str, value: Any) -> str:
+def as_data(name: str, value: Any) -> str:
     """A JSON value as an element that is not run; no text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":

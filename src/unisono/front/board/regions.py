@@ -273,12 +273,12 @@ def _verdict(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes)
     earlier = sorted(run.run.verdicts.glob("*.json"), reverse=True)[:50]
     body = reader.read(run.run.verdict)
     return {
-        "verdict": _one_verdict(body) if body else None,
-        "earlier": [_one_verdict(value) for path in earlier if (value := reader.read(path))],
+        "verdict": shown_verdict(body) if body else None,
+        "earlier": [shown_verdict(value) for path in earlier if (value := reader.read(path))],
     }
 
 
-def _one_verdict(body: Region) -> Region:
+def shown_verdict(body: Region) -> Region:
     """A verdict in the words of the terminal, and what `unisono explain` says of its cause."""
     body = harmless(body)  # before lines are made of it, which drops what keeps words apart
     known = find_cause(str(body.get("cause")))

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unisono.base.text import host_name
-from unisono.front.board.follow import FollowedRun, find_runs
+from unisono.front.board.follow import FollowedRun, find_runs, is_run
 from unisono.front.board.page import NO_ICON, STATIC, page_html
 from unisono.front.board.regions import REGIONS, ROLLOUTS, Region, list_runs, read_picture, show_region
 from unisono.front.http_headers import origin_host
@@ -61,8 +61,14 @@ class Board:
     Reading takes place in threads, one at a time.
     """
 
-    def __init__(self, paths: list[Path], *, key: bytes) -> None:
+    def __init__(self, paths: list[Path], *, key: bytes, has_others: bool = True) -> None:
+        """Reads nothing yet.
+
+        Args:
+            has_others: whether a path without a run in it is shown as one, too.
+        """
         self._paths = paths
+        self._has_others = has_others
         self._key = key
         self._lock = threading.Lock()
         self._searching = threading.Lock()
@@ -107,8 +113,13 @@ class Board:
 
     def _find(self) -> None:
         for name, root in find_runs([path for path in self._paths if path.is_dir()]):
-            if name not in self.runs:
+            if name not in self.runs and (self._has_others or is_run(root)):
                 self.runs[name] = FollowedRun(name, root)
+
+    def search(self) -> None:
+        """Looks for new runs now."""
+        with self._lock:
+            self._find()
 
     def list(self) -> Region:
         """All runs."""
@@ -133,7 +144,7 @@ class Board:
         return read_picture(run, picture) if run is not None else None
 
 
-class _Follower:
+class Follower:
     """Looks at the runs while somebody is listening, and passes on what has changed."""
 
     def __init__(self, board: Board) -> None:
@@ -173,20 +184,30 @@ class _Follower:
             self._listeners.discard(queue)
 
 
-def build_app(board: Board, follower: _Follower, **gate: Any) -> ASGIApp:
+def build_app(board: Board, follower: Follower, **gate: Any) -> ASGIApp:
     """The application behind its gate.
 
     Args:
         gate: of `Gate`.
     """
-    static = {path.name: path for path in STATIC.iterdir() if path.suffix in _TYPES}
 
     async def show_page(request: Request) -> Response:
-        return _html(page_html(_language(request)))
+        return html_response(page_html(language_of(request)))
+
+    return Gate(Starlette(routes=[Route("/", show_page), *board_routes(board, follower)]), **gate)
+
+
+def board_routes(board: Board, follower: Follower, *, static: tuple[Path, ...] = (STATIC,)) -> list[Route]:
+    """What the page asks for: its own parts, the runs and their changes.
+
+    Args:
+        static: directories with the parts of the page.
+    """
+    parts = {path.name: path for folder in static for path in folder.iterdir() if path.suffix in _TYPES}
 
     async def show_static(request: Request) -> Response:
         name = request.path_params["name"]
-        path = static.get(name)
+        path = parts.get(name)
         if path is None:
             return PlainTextResponse("there is no such file", 404 if len(name) <= _MOST_NAME else 400)
         return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
@@ -213,22 +234,21 @@ def build_app(board: Board, follower: _Follower, **gate: Any) -> ASGIApp:
     async def show_events(request: Request) -> Response:
         return StreamingResponse(follower.listen(), media_type="text/event-stream")
 
-    routes = [
-        Route("/", show_page),
+    return [
         Route("/static/{name}", show_static),
         Route("/api/runs", show_runs),
         Route("/api/runs/{name}/{region}", show_one),
         Route("/api/runs/{name}/pictures/{picture}", show_picture),
         Route("/events", show_events),
     ]
-    return Gate(Starlette(routes=routes), **gate)
 
 
-def _html(text: str) -> Response:
+def html_response(text: str) -> Response:
+    """A page."""
     return Response(text.encode(), media_type="text/html")
 
 
-def _language(request: Request) -> str:
+def language_of(request: Request) -> str:
     """`?lang=`, else the first of ours that the browser accepts."""
     requested = request.query_params.get("lang", "")
     if requested in ("en", "zh"):
@@ -241,21 +261,31 @@ def _language(request: Request) -> str:
 
 
 class Gate:
-    """Refuses what is not a GET or HEAD for us, by somebody with the token."""
+    """Refuses what is not a GET or HEAD for us, by somebody with the token.
 
-    def __init__(self, app: ASGIApp, *, token: str, ticket: str, hosts: tuple[str, ...], port: int) -> None:
+    Attributes:
+        command: that printed the address.
+    """
+
+    command = "unisono board"
+
+    def __init__(self, app: ASGIApp, *, key: bytes, token: str, host: str, port: int) -> None:
         """Opens nothing yet.
 
         Args:
+            key: of this user, from which the value of the cookie is made. It outlives this server,
+                so that a page finds the next one on the same port by itself.
             token: in the printed address.
-            ticket: the value of the cookie. It outlives this server, so that a page finds the next
-                one on the same port by itself.
+            host: the name or address in the printed URL.
         """
         self._app = app
         self._token = token
-        self._ticket = ticket
-        self._hosts = hosts
-        self._cookie = f"unisono-board-{port}"
+        self._ticket = hmac.new(
+            key, f"cookie of {self.command} on port {port}".encode(), "sha256"
+        ).hexdigest()
+        names = _LOOPBACK if host in _LOOPBACK else (*_LOOPBACK, host.lower(), socket.gethostname().lower())
+        self._hosts = tuple(dict.fromkeys(names))
+        self._cookie = f"{self.command.replace(' ', '-')}-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -284,11 +314,17 @@ class Gate:
             return PlainTextResponse("this server is not called by that name", 421)
         if "origin" in request.headers and origin != host:
             return PlainTextResponse("another site may not ask this server", 403)
-        if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("only GET and HEAD", 405, {"Allow": "GET, HEAD"})
-        if not self._is_known(request) and not self._has_token(request):
-            return PlainTextResponse("open the address that `unisono board` printed; it has a token", 401)
-        return None
+        return self._method_refusal(request) or self._stranger_refusal(request)
+
+    def _method_refusal(self, request: Request) -> Response | None:
+        if request.method in ("GET", "HEAD"):
+            return None
+        return PlainTextResponse("only GET and HEAD", 405, {"Allow": "GET, HEAD"})
+
+    def _stranger_refusal(self, request: Request) -> Response | None:
+        if self._is_known(request) or self._has_token(request):
+            return None
+        return PlainTextResponse(f"open the address that `{self.command}` printed; it has a token", 401)
 
     def _is_known(self, request: Request) -> bool:
         try:
@@ -309,7 +345,7 @@ class Gate:
             return None
         language = request.query_params.get("lang", "")
         address = f"/?lang={language}" if language in ("en", "zh") else "/"
-        response = _html(
+        response = html_response(
             f'<!doctype html><meta charset="utf-8">{NO_ICON}<meta http-equiv="refresh"'
             f' content="0;url={address}"><title>unisono</title>'
         )
@@ -346,31 +382,39 @@ def serve(
     token = secrets.token_urlsafe(32)
     board = Board(paths, key=key)
     board.look()
-    follower = _Follower(board)
-    hosts = tuple(
-        dict.fromkeys(
-            [*_LOOPBACK, host.lower(), socket.gethostname().lower()] if host not in _LOOPBACK else _LOOPBACK
-        )
-    )
-    ticket = hmac.new(key, f"cookie of unisono board on port {port}".encode(), "sha256").hexdigest()
-    app = build_app(board, follower, token=token, ticket=ticket, hosts=hosts, port=port)
+    follower = Follower(board)
+    app = build_app(board, follower, key=key, token=token, host=host, port=port)
+    address = f"{address_of(listener, host)}/?token={token}"
+    asyncio.run(serve_pages(app, listener, follower=follower, on_start=lambda: on_start(address, board)))
+
+
+async def serve_pages(
+    app: ASGIApp, listener: socket.socket, *, follower: Follower, on_start: Callable[[], None]
+) -> None:
+    """Answers requests of browsers until SIGINT or SIGTERM.
+
+    Args:
+        app: behind a gate.
+        listener: a socket that listens already.
+        follower: announces what has changed.
+        on_start: called once requests are answered.
+
+    Raises:
+        UnfitError: if a different program answers on the port.
+    """
     settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "h11_max_incomplete_event_size": 32_768}
-
-    async def run() -> None:
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        following = asyncio.create_task(follower.run())
-        async with running_server(
-            app, listener, connection=_BrowserConnection, send_s=_SEND_S, **settings
-        ) as server:
-            on_start(f"{address_of(listener, host)}/?token={token}", board)
-            await stop.wait()
-            follower.stop()
-            logging.getLogger("uvicorn.error").disabled = True  # it reports connections that it cuts
-            loop.call_later(_ENDING_S, setattr, server, "force_exit", True)
-        following.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await following
-
-    asyncio.run(run())
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    following = asyncio.create_task(follower.run())
+    async with running_server(
+        app, listener, connection=_BrowserConnection, send_s=_SEND_S, **settings
+    ) as server:
+        on_start()
+        await stop.wait()
+        follower.stop()
+        logging.getLogger("uvicorn.error").disabled = True  # it reports connections that it cuts
+        loop.call_later(_ENDING_S, setattr, server, "force_exit", True)
+    following.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await following

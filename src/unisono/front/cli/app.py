@@ -122,6 +122,12 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "Show runs in a browser, live or as one file.",
         "unisono board runs/demo",
     ),
+    "studio": (
+        "studio",
+        "studio",
+        "Start, steer and try runs in a browser.",
+        "unisono studio",
+    ),
     "runs": (
         "board",
         "list_",
@@ -499,8 +505,8 @@ _OTHER_WORDS = {
     "test": "eval",
     "evaluate": "eval",
     "list": "runs",
-    "ui": "board",
-    "webui": "board",
+    "ui": "studio",
+    "webui": "studio",
     "merge": "export RUN OUT --merge",
     "help": "--help",
     "version": "--version",

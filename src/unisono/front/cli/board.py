@@ -173,7 +173,7 @@ def _write_file(runs: list[Path], out: Path) -> None:
     from unisono.front.board.page import runs_file
 
     refuse_unwritable(out, "--out")
-    described, text = runs_file(runs, key=_key())
+    described, text = runs_file(runs, key=settings_key())
     write_text(out, text)
     printer = output()
     if printer.json:
@@ -185,7 +185,8 @@ def _write_file(runs: list[Path], out: Path) -> None:
         )
 
 
-def _key() -> bytes:
+def settings_key() -> bytes:
+    """The key of this user."""
     from unisono.base.user_key import user_key
     from unisono.guard.facts import read_environment
 
@@ -214,10 +215,10 @@ def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) ->
                 " through an SSH tunnel, --host is not needed"
             )
         if is_opened:
-            _open_browser(url)
+            open_browser(url)
 
     with listener:
-        serve(runs, listener, host=host, key=_key(), on_start=announce)
+        serve(runs, listener, host=host, key=settings_key(), on_start=announce)
 
 
 def refuse_without_extra(command: str, *, why: str) -> None:
@@ -241,7 +242,7 @@ def refuse_without_extra(command: str, *, why: str) -> None:
         )
 
 
-def _open_browser(url: str) -> None:
+def open_browser(url: str) -> None:
     """Opens a browser where there is a screen; never a text browser, which would take the
     terminal.
     """

@@ -298,10 +298,10 @@ def _read_foreign(option: str, source: str) -> "Translation":
 
         return read_llamafactory(Path(source))
     if option == "--from-trl":
-        from unisono.trainer.readers.trl.reader import read_trl
+        from unisono.trainer.readers.trl.trl_file import read_trl
 
         return read_trl(source)
-    from unisono.trainer.readers.axolotl.reader import recognizes, to_config
+    from unisono.trainer.readers.axolotl.axolotl_file import recognizes, to_config
 
     path = Path(source)
     raw, lines = read_yaml(path)

@@ -16,10 +16,10 @@ from typing import Protocol
 from unisono.base.extensions import CONFIG_READERS, extensions, load_extension
 from unisono.trainer.config.translation import Translation
 from unisono.trainer.config.yaml_file import KeyPath
-from unisono.trainer.readers.axolotl import reader as axolotl
+from unisono.trainer.readers.axolotl import axolotl_file as axolotl
 from unisono.trainer.readers.llamafactory import reader as llamafactory
 from unisono.trainer.readers.sd_scripts import reader as sd_scripts
-from unisono.trainer.readers.trl import reader as trl
+from unisono.trainer.readers.trl import trl_file as trl
 
 
 class ConfigReader(Protocol):

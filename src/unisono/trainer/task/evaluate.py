@@ -36,7 +36,6 @@ from unisono.trainer.model.generate import GREEDY, generate
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
-from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.text_scores import bleu, exact_match, rouge_l, similarity
 from unisono.trainer.plan import DataSummary
 from unisono.trainer.plan.task_requests import (
@@ -50,9 +49,8 @@ from unisono.trainer.plan.task_requests import (
 )
 from unisono.trainer.task.classification import classification_figures, section_for
 from unisono.trainer.task.inference import InferenceModel, decode, open_requested
-from unisono.trainer.task.metric_evaluation import requested_metrics, scored_rows
+from unisono.trainer.task.metric_evaluation import EvaluatedMetrics, requested_metrics
 from unisono.trainer.task.similarity import similarity_figures
-from unisono.trainer.training.answer_metrics import GeneratedRow, metric_means
 
 _TOKENS = 8_192  # per forward
 
@@ -125,7 +123,7 @@ def answer_figures(
     sequences: Sequence[int],
     report: Reporter,
     *,
-    metrics: RewardPool | None,
+    metrics: EvaluatedMetrics | None,
 ) -> tuple[dict[str, float | None], list[Mapping[str, object]]]:
     """Loss and scores of answers, and the answers."""
     table = of_table.table
@@ -152,14 +150,7 @@ def answer_figures(
         for row, prompt, (answer, reference) in zip(ids, prompts, pairs, strict=True)
     ]
     if metrics is not None:
-        generated = [
-            GeneratedRow(row, prompt, answer, of_answer, reference)
-            for row, prompt, of_answer, (answer, reference) in zip(ids, prompts, tokens, pairs, strict=True)
-        ]
-        scored = scored_rows(metrics, generated)
-        figures |= {f"metric_{name}": mean for name, mean in metric_means(scored, metrics.names).items()}
-        for line, one in zip(lines, scored, strict=True):
-            line["metrics"] = one.rewards[0]
+        figures |= metrics.measure(lines, tokens)
     return figures, list(lines)
 
 

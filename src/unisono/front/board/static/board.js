@@ -94,6 +94,7 @@
   const data = {}; // by run, by region
   for (const run of FILE?.runs ?? []) data[run.name] = run.regions;
   const hidden = new Set();
+  const named = new URLSearchParams(location.search).get("run"), HOME = json("home");
   let current = runs[0]?.name ?? null;
   const view = { axis: "step", smoothing: 0, log: false, range: null, minutes: 0 };
   const bodies = {};
@@ -121,7 +122,7 @@
       h("header", { class: "top" }, h("div", { class: "bar" },
         h("div", { class: "brand" }, h("span", { class: "mark", "aria-hidden": "true" }, h("i"), h("i"), h("i")), h("h1", {}, "unisono board")),
         h("nav", { "aria-label": t("regions") }, h("ul", { tabindex: "-1" }, REGIONS.map((one) => h("li", { "data-for": one, hidden: one === "rollouts" }, h("a", { href: `#${one}` }, t(one)))))),
-        picker, pill, h("a", { href: other.href, lang: LANG === "zh" ? "en" : "zh-CN", class: "soft" }, t("language")))),
+        picker, pill, HOME ? h("a", { href: HOME, class: "soft" }, "unisono studio") : null, h("a", { href: other.href, lang: LANG === "zh" ? "en" : "zh-CN", class: "soft" }, t("language")))),
       banner, h("main", { id: "main", tabindex: "-1" }, sections));
   };
   const headOf = (region) => {
@@ -703,7 +704,7 @@
     if (!answer.ok) throw new Error(String(answer.status));
     const names = runs.map((one) => one.name).join("\n");
     runs = (await answer.json()).runs;
-    current ??= runs[0]?.name ?? null;
+    current ??= runs.find((one) => one.name === named)?.name ?? runs[0]?.name ?? null;
     if (runs.map((one) => one.name).join("\n") !== names) { drawPicker(); drawLegend(); }
     await Promise.all(runs.flatMap((run) => ["curves", ...REGIONS.filter((one) => one !== "curves")].filter((region) => wants(run.name, region)).map((region) => fetchRegion(run.name, region))));
   };

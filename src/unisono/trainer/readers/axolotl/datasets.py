@@ -76,7 +76,7 @@ def read_sources(value: Any, key: str, where: str, *, has_pairs: bool) -> Source
                 Problem(f"{name} has no `path`", where, "it is a dataset", "write {path: …, type: …}")
             )
             continue
-        entry = _Entry(
+        entry = _AxolotlDataset(
             dict(raw), name, where, has_pairs=has_pairs, is_pretraining=key == "pretraining_dataset"
         )
         entries += entry.sources()
@@ -84,7 +84,7 @@ def read_sources(value: Any, key: str, where: str, *, has_pairs: bool) -> Source
     return Sources(entries, problems, bool(entries) and all(e.get("format") == "text" for e in entries))
 
 
-class _Entry:
+class _AxolotlDataset:
     """One dataset of a list."""
 
     def __init__(

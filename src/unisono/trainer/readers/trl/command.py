@@ -16,7 +16,7 @@ _WORDS = {"reward_modeling": "reward"}
 
 
 @dataclass
-class Command:
+class TrlCommand:
     """What a command says.
 
     Attributes:
@@ -30,7 +30,7 @@ class Command:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
 
-def read_command(text: str) -> Command:
+def read_command(text: str) -> TrlCommand:
     """The keys of a command.
 
     Raises:
@@ -43,7 +43,7 @@ def read_command(text: str) -> Command:
     first = next((i for i, word in enumerate(words) if _trainer_of(word, words[i - 1] if i else "")), None)
     if first is None:
         raise _unreadable(text, "no `trl TRAINER` and no script of TRL is in it")
-    command = Command(_trainer_of(words[first], words[first - 1] if first else ""))
+    command = TrlCommand(_trainer_of(words[first], words[first - 1] if first else ""))
     _add_launcher(command, words[:first])
     _add_arguments(command, words[first + 1 :], text)
     return command
@@ -65,7 +65,7 @@ def _trainer_of(word: str, before: str) -> str:
     return "" if script is None else _WORDS.get(script[1], script[1])
 
 
-def _add_launcher(command: Command, words: list[str]) -> None:
+def _add_launcher(command: TrlCommand, words: list[str]) -> None:
     """Of accelerate's file only the name counts: deepspeed_zero3.yaml, fsdp2.yaml."""
     for option, value in pairwise(words):
         if option == "--config_file" and (stage := re.search(r"zero([123])", value)):
@@ -74,7 +74,7 @@ def _add_launcher(command: Command, words: list[str]) -> None:
             command.raw["fsdp"] = "full_shard"
 
 
-def _add_arguments(command: Command, words: list[str], text: str) -> None:
+def _add_arguments(command: TrlCommand, words: list[str], text: str) -> None:
     given: dict[str, list[str]] = {}
     name = ""
     for word in words:

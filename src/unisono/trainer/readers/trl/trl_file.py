@@ -19,7 +19,7 @@ from unisono.trainer.readers.llamafactory.training import fill_trainer
 from unisono.trainer.readers.overrides import with_overrides
 from unisono.trainer.readers.reading import Reading, with_effect
 from unisono.trainer.readers.trl.command import read_command
-from unisono.trainer.readers.trl.keys import KEYS, PAGE, TOOL, WITH_DEFAULTS
+from unisono.trainer.readers.trl.trl_keys import KEYS, PAGE, TOOL, WITH_DEFAULTS
 
 _MARKS = {
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),

@@ -16,8 +16,8 @@ from unisono.trainer.config.schedules import SCHEDULES, from_transformers
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.translation import Translation
 from unisono.trainer.config.yaml_file import KeyPath, KeyPlaces
+from unisono.trainer.readers.axolotl.axolotl_keys import KEYS, PAGE, TOOL
 from unisono.trainer.readers.axolotl.datasets import read_sources
-from unisono.trainer.readers.axolotl.keys import KEYS, PAGE, TOOL
 from unisono.trainer.readers.key_table import Draft, Values
 from unisono.trainer.readers.overrides import with_overrides
 from unisono.trainer.readers.reading import Reading, with_effect

@@ -1,0 +1,1 @@
+"""`unisono studio`: a page from which runs are started, steered and tried."""
