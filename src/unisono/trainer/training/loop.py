@@ -27,7 +27,6 @@ from unisono.trainer.model.forward import Rows
 from unisono.trainer.objectives.user_objective import OwnPart
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.schedule import factor_at
-from unisono.trainer.training.averages import averaged
 from unisono.trainer.training.evaluation import (
     evaluate_rows,
     exact_match_share,
@@ -46,6 +45,7 @@ from unisono.trainer.training.router_step import (
 )
 from unisono.trainer.training.run import Run, embedding_noise
 from unisono.trainer.training.saving import (
+    averaged,
     finish_saving,
     require_checkpoint,
     save_checkpoint,

@@ -33,7 +33,6 @@ from unisono.trainer.checkpoint.writer import free_bytes
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_of
-from unisono.trainer.training.averages import averaged
 from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
 from unisono.trainer.training.front_io import EXIT_CODES, StopRequest, StorageWatch, TrainingEnd
 from unisono.trainer.training.hooks import RunHook
@@ -44,7 +43,7 @@ from unisono.trainer.training.memory_snapshots import MemorySnapshots
 from unisono.trainer.training.rank0_work import on_rank0
 from unisono.trainer.training.result_outputs import write_outputs
 from unisono.trainer.training.run import Run
-from unisono.trainer.training.saving import restore
+from unisono.trainer.training.saving import averaged, restore
 from unisono.trainer.training.setup import set_up
 from unisono.trainer.training.training_checks import try_longest_batch
 from unisono.trainer.training.weights import write_weights

@@ -10,7 +10,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -453,3 +454,14 @@ def open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsW
     if warning is not None:
         report.send(message_of(WarningMessage, warning))
     return MetricsWriter(files.metrics)
+
+
+@contextmanager
+def averaged(run: Run) -> Iterator[None]:
+    """Within it, the model has the weights to use; see `Optimizers.averaged`.
+
+    All ranks must enter it.
+    """
+    wait_for_copies(run)
+    with run.optimizers.averaged():
+        yield
