@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from tests import needs
 from tests.front.serve.conftest import Served
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # the packages are not those of `dev`
 needs.package("llguidance")
 
 

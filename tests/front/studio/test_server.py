@@ -56,7 +56,7 @@ def test_one_directory_has_one_studio(tmp_path: Path) -> None:
 def test_the_form_has_every_key_of_the_schema() -> None:
     keys = {field["key"] for field in form()["fields"]}
     sections = {key for key in all_keys(RunConfig) if any(other.startswith(f"{key}.") for other in keys)}
-    inside_lists = tuple(f"{key}." for key in ("data.train", "data.eval", "rewards"))
+    inside_lists = tuple(f"{key}." for key in ("data.train", "data.eval", "rewards", "eval.metrics"))
     assert {key for key in all_keys(RunConfig) if not key.startswith(inside_lists)} == keys | (
         sections - keys
     )

@@ -17,6 +17,7 @@ from tests.front.cli.test_explain import run
 from unisono.base.causes import CATALOGUE
 from unisono.base.causes.entries import all_entries
 from unisono.front.cli.app import main
+from unisono.guard.diagnosis import stated_versions
 from unisono.guard.diagnosis.hypotheses import DENIED_SHARE, NO_FAILURE, default_table, rank, scores
 from unisono.guard.diagnosis.report_terms import Feature, feature_names, find_features, pattern_of
 from unisono.guard.diagnosis.report_text import sentences_of
@@ -42,7 +43,7 @@ def test_every_cause_of_the_catalogue_has_signs_and_a_check() -> None:
 
 
 def test_every_feature_of_the_table_is_one_of_the_dictionaries() -> None:
-    known = feature_names()
+    known = feature_names() | {stated_versions.FEATURE}
     used = {name.rpartition(":")[2] for name in NAMES} - set(CATALOGUE) | {
         one.feature.rpartition(":")[2] for one in TABLE.questions
     }
@@ -177,7 +178,7 @@ def test_words_that_say_nothing_end_with_2(capsys: pytest.CaptureFixture[str]) -
 
 def test_json_has_the_fields_that_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--json", "explain", "--symptom", "it hangs after the model is loaded, 2 nodes"])
+        main(["--json", "explain", "--symptom", "my training on 4 GPUs hangs, no error"])
     body = json.loads(capsys.readouterr().out)
     first = body["hypotheses"][0]
     assert set(first) == {"cause", "likelihood", "score", "because", "against", "check", "fix", "fix_here"}

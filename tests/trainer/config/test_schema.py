@@ -205,7 +205,7 @@ def test_rewards_and_rollouts_that_contradict_each_other_are_refused(
         ({"eval": {"metrics": ["regex"]}}, "eval.metrics.0.pattern: regex needs it"),
         ({"eval": {"metrics": [{"use": "exact", "weight": 2}]}}, "eval.metrics.0.weight"),
         ({"eval": {"metrics": ["m.py:loss"]}}, "eval.metrics.0: the name loss is taken"),
-        ({"checkpoint": {"best": "f1"}}, "checkpoint.best: f1 is not a metric of this run"),
+        ({"checkpoint": {"best": "rouge"}}, "checkpoint.best: rouge is not a metric of this run"),
         ({"objective": "dpo", "eval": {"metrics": ["exact"]}}, "eval.metrics: objective dpo does not use it"),
         (
             {"data": {"train": "x.jsonl"}, "eval": {"metrics": ["exact"]}},

@@ -97,13 +97,20 @@ def theirs(model: Path, file: Path, **settings: Any) -> dict[str, Any]:
     return dict(evaluated["results"][f"own_{file.stem}"])
 
 
-@pytest.mark.parametrize("kind", ["multiple_choice", "generate_until", "loglikelihood_rolling"])
-@pytest.mark.parametrize(("shots", "chat"), [(0, False), (2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("kind", "shots", "chat"),
+    [
+        *(
+            (kind, *case)
+            for kind in ("multiple_choice", "generate_until")
+            for case in ((0, False), (2, False), (1, True))
+        ),
+        ("loglikelihood_rolling", 0, False),  # a whole text has neither examples nor turns
+    ],
+)
 def test_figures_are_those_of_lm_evals_own_model(
     model: Path, tasks: dict[str, Path], kind: str, shots: int, *, chat: bool
 ) -> None:
-    if kind == "loglikelihood_rolling" and (shots or chat):
-        pytest.skip("a whole text has neither examples nor turns")
     request = EvaluateTasksRequest(
         model=RequestedModel(str(model)), tasks=(str(tasks[kind]),), shots=shots, chat=chat, trust_code=True
     )

@@ -150,7 +150,9 @@ def _named_adapters(given: list[str], *, model: str) -> "list[NamedAdapter]":
             )
         if name == model or any(name == one.name for one in adapters):
             raise UsageError.of(
-                f"two models have the name {one_line(name)!r}", where="--adapter", fix="choose another name"
+                f"two models have the name {one_line(name)!r}",
+                where="--adapter",
+                fix="choose a different name",
             )
         adapters.append(NamedAdapter(name, target))
     return adapters

@@ -56,7 +56,8 @@ class ReportText:
     rows: tuple[str, ...] = ()
 
     def verbatim(self, line: int, quote: str) -> str:
-        """A quotation in the very characters of the file, of one line; as it is if it is not found.
+        """A quotation in the very characters of the file, of one line, without marks that reorder
+        text; as it is if it is not found.
 
         Args:
             line: the number of the line where its passage begins.
@@ -71,7 +72,7 @@ class ReportText:
                 length = _common(text, letters)
                 start = len(text) - length
             if length >= min(len(letters), _LEAST_QUOTED):
-                return _whole_words(row, places[start][1], places[start + length - 1][1] + 1)
+                return plain(_whole_words(row, places[start][1], places[start + length - 1][1] + 1))
         return quote
 
     def log_text(self) -> str:

@@ -333,7 +333,8 @@ def _finding(view: View, traces: list[Traceback], confidence: float) -> Hypothes
     why = f"{source} {first.type}: {first.message.splitlines()[0] if first.message.strip() else ''}".rstrip(
         " :"
     )
-    host = first.event.who.host
+    hosts = {trace.event.who.host for trace in same}
+    host = first.event.who.host if len(hosts) == 1 else None
     return Hypothesis(
         cause="user_code_error",
         why=why + (f", in {where}" if where else ""),

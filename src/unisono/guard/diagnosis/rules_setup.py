@@ -422,7 +422,7 @@ def find_hccl(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "hccl_error",
-            "HCCL reports an error, and no rank another one",
+            "HCCL reports an error, and no rank a different one",
             first_of_each(lines),
             confidence=0.85,
         )

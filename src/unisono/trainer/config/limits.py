@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter
 from typing import get_args
 
+from unisono.trainer.config.answer_functions import function_names
 from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.sections import DIFFUSION, GRPO, PREFERENCE, RATINGS, Objective, Section, rows_of
 from unisono.trainer.config.yaml_file import words_in
@@ -77,7 +79,10 @@ LIMITS = (
 def refused_values(config: Section, objective: str) -> list[str]:
     """The values that the objective does not take, each as `key: problem; why; remedy`."""
     name = rows_of(objective)
-    refused = (_refusal(limit, config, objective) for limit in LIMITS if name in limit.objectives)
+    best, metrics = attrgetter("checkpoint.best")(config), attrgetter("eval.metrics")(config)
+    # A function of `eval.metrics` may have the name of a figure of another objective.
+    limits = [one for one in LIMITS if one.key != "checkpoint.best" or best not in function_names(metrics)]
+    refused = (_refusal(limit, config, objective) for limit in limits if name in limit.objectives)
     return [text for text in refused if text]
 
 

@@ -176,8 +176,8 @@ class ModelSection(Section):
 
 class AdapterSection(Section):
     """A low-rank adapter (LoRA, arXiv:2106.09685; rsLoRA, arXiv:2312.03732; DoRA,
-    arXiv:2402.09353), or another one of peft (OFT, arXiv:2306.07280; LoHa, arXiv:2108.06098; LoKr,
-    arXiv:2309.14859).
+    arXiv:2402.09353), or a different one of peft (OFT, arXiv:2306.07280; LoHa,
+    arXiv:2108.06098; LoKr, arXiv:2309.14859).
     """
 
     kind: Literal["lora", "dora", "rslora", "oft", "loha", "lokr"] = Field(
@@ -1043,6 +1043,7 @@ def contradictions(config: RunConfig) -> list[str]:
     has_adapter, has_eval = config.adapter is not None, has_evaluation(config.data)
     micro, global_batch = config.batch.micro, config.batch.global_
     optimizer = optimizer_named(config.optim.kind)
+    shards = config.parallel.strategy == "fsdp"
     rules = [
         (
             batch.per_rank is not None and "global_" in set_in_batch,
@@ -1133,9 +1134,7 @@ def contradictions(config: RunConfig) -> list[str]:
             )
         ),
         (
-            config.adapter is not None
-            and not config.adapter.is_of_pairs
-            and config.parallel.strategy == "fsdp",
+            config.adapter is not None and not config.adapter.is_of_pairs and shards,
             (
                 "parallel.strategy: fsdp does not shard the matrices of this adapter; set `parallel.strategy:"
                 " ddp`, or `adapter.kind: lora`"
@@ -1168,7 +1167,7 @@ def contradictions(config: RunConfig) -> list[str]:
             ),
         ),
         (
-            config.parallel.strategy == "fsdp" and bool(optimizer.needs_full),
+            shards and bool(optimizer.needs_full),
             (
                 f"parallel.strategy: {optimizer.needs_full}, but fsdp shards them; set `parallel.strategy:"
                 " ddp`, or `optim.kind: adamw`"
