@@ -70,7 +70,7 @@ def test_the_commands_of_the_page_work_one_after_the_other(folder: Path) -> None
     assert "<image> × 16" in shown
 
     screen = _run(folder, "train", "pictures.yaml")
-    assert "pictures of 16 tokens" in screen
+    assert "20 pictures: rows have 16 tokens of them (median;" in screen
     assert "projector: " in screen
     assert "read back" in screen
     plan = RunPlan.model_validate(json.loads((folder / "runs/pictures/plan.json").read_text()))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes  # pictures are decoded in them
 
 Row = dict[str, Any]
 _ATTENTION = "[qkvo]_proj"
-_LAYERS = _ATTENTION + r"|(gate|up|down)_proj|in_proj_\w+|out_proj|per_layer_(input_gate|(model_)?projection)"
+LAYERS = _ATTENTION + r"|(gate|up|down)_proj|in_proj_\w+|out_proj|per_layer_(input_gate|(model_)?projection)"
 
 
 def _parts(content: str) -> list[dict[str, str]]:
@@ -78,7 +78,7 @@ def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu") -> list[float]:
     collate = Collator(processor_of(directory), file.parent)
     base = AutoModelForImageTextToText.from_pretrained(directory, dtype=getattr(torch, plan.dtype))
     assert plan.config.adapter is not None
-    layers = _ATTENTION if plan.config.adapter.targets == "attention" else _LAYERS
+    layers = _ATTENTION if plan.config.adapter.targets == "attention" else LAYERS
     targets = rf".*(language_model|text_model).*\.({layers})"
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     model = peft.get_peft_model(base, adapter).to(device).train()

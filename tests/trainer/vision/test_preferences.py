@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.trainer.ranks.conftest import Done
 from tests.trainer.vision.conftest import Gallery
-from tests.trainer.vision.test_parity import Collator
+from tests.trainer.vision.test_parity import LAYERS, Collator
 from tests.trainer.vision.trl_pairs import train_in_trl
 from tests.vision_models import COLORS, FAMILIES, SHAPES, processor_of
 from unisono.base.errors import DataError
@@ -151,7 +151,7 @@ def by_hand(plan: RunPlan, rows: list[Row], folder: Path) -> list[float]:
     """The losses of plain transformers and peft, and the formula of the objective."""
     directory = Path(plan.model.directory)
     base = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
-    targets = r".*(language_model|text_model).*(q|k|v|o|gate|up|down)_proj"
+    targets = rf".*(language_model|text_model).*\.({LAYERS})"
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     model = peft.get_peft_model(base, adapter).train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
