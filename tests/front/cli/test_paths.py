@@ -53,6 +53,7 @@ MORE = {"train": ["--dry-run"], "eval": ["--data", "rows.jsonl"], "generate": ["
 """Options that a command needs, or that make it shorter."""
 SEVERAL = ["--nodes", "2", "--node-rank", "0", "--head", "127.0.0.1:29911"]
 DIRECTORIES = {
+    "--root",
     "out",
     "--image-folders",
     "--output-dir",
@@ -178,6 +179,7 @@ def command_line(words: tuple[str, ...], command: Any, tried: Any, path: str) ->
     """
     name = tried.opts[0]
     options = SEVERAL if name == "--token-file" else MORE.get(words[0], [])
+    options = ["--trust-code"] if name == "--tasks" else options
     tried_option = [name, path] if name.startswith("-") else []
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     also = ALSO.get(words[0], ()) if name != "--file" else ()
@@ -204,7 +206,8 @@ def test_every_path_on_a_command_line(place: Path) -> None:
         for kind in KINDS:
             if kind != "directory" or param.opts[0] not in DIRECTORIES:
                 name = f"{kind}-{'-'.join(words)}-{param.opts[0].strip('-')}"
-                path = make(kind, place / (f"{name}.py" if is_function else name))
+                suffix = ".py" if is_function else ".yaml" if param.opts[0] == "--tasks" else ""
+                path = make(kind, place / f"{name}{suffix}")
                 line = command_line(words, command, param, f"{path}:score" if is_function else path)
                 commands.append(([*line, "--trust-code"] if is_function else line, path))
     assert seen >= NO_PATHS
