@@ -29,13 +29,19 @@ EYE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def chatml(place: str) -> str:
-    """A template that reads contents as text or as parts, and writes `place` for a picture."""
+def chatml(place: str, video: str = "") -> str:
+    """A template that reads contents as text or as parts, and writes `place` for a picture and
+    `video` for a video.
+    """
+    film = "{% elif c.type == 'video' %}" + video if video else ""
     return (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.content is string %}{{ m.content }}"
         "{% else %}{% for c in m.content %}"
-        "{% if c.type == 'image' %}" + place + "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+        "{% if c.type == 'image' %}"
+        + place
+        + film
+        + "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
@@ -167,7 +173,7 @@ def llava_onevision(directory: Path) -> None:
         "num_image_tokens": 16, "vision_feature_select_strategy": "full", "image_token": "<image>",
         "video_token": "<video>", "vision_aspect_ratio": "anyres_max_9",
     }  # fmt: skip
-    own.chat_template = chatml("<image>")
+    own.chat_template = chatml("<image>", "<video>")
     model = T.LlavaOnevisionForConditionalGeneration
     _save_parts(directory, model, config, pictures, own, "LlavaOnevisionProcessor", **settings)
 
@@ -188,7 +194,7 @@ def internvl(directory: Path) -> None:
     pictures = T.GotOcr2ImageProcessorPil(
         size={"height": 56, "width": 56}, crop_to_patches=True, min_patches=1, max_patches=4
     )
-    own.chat_template = chatml("<IMG_CONTEXT>")
+    own.chat_template = chatml("<IMG_CONTEXT>", "<video>")
     model = T.InternVLForConditionalGeneration
     _save_parts(directory, model, config, pictures, own, "InternVLProcessor", image_seq_length=4)
 
@@ -216,7 +222,7 @@ def gemma4(directory: Path) -> None:
         **ids,
     )  # fmt: skip
     pictures = T.Gemma4ImageProcessorPil(patch_size=14, max_soft_tokens=70, pooling_kernel_size=2)
-    own.chat_template = chatml("<|image|>")
+    own.chat_template = chatml("<|image|>", "<|video|>")
     model = T.Gemma4ForConditionalGeneration
     _save_parts(directory, model, config, pictures, own, "Gemma4Processor", image_seq_length=70)
 
@@ -307,10 +313,15 @@ def _qwen(directory: Path, kind: Any, config: Any, processor: str, **eye: Any) -
     pictures.save_pretrained(directory)
     file = directory / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "processor_class": processor}))
-    own.chat_template = chatml("<|vision_start|><|image_pad|><|vision_end|>")
+    own.chat_template = chatml(*QWEN_PLACES)
     own.save_pretrained(directory)
+    kind = {"Qwen2_5_VLProcessor": "Qwen2VLVideoProcessor", "Qwen3VLProcessor": "Qwen3VLVideoProcessor"}[
+        processor
+    ]
+    _save_qwen_videos(directory, kind, eye.get("patch_size", 14))
 
 
+QWEN_PLACES = tuple(f"<|vision_start|><|{medium}_pad|><|vision_end|>" for medium in ("image", "video"))
 _QWEN_TOKENS = {
     "image_token_id": "image_pad", "video_token_id": "video_pad", "vision_start_token_id": "vision_start",
     "vision_end_token_id": "vision_end",
@@ -354,8 +365,17 @@ def qwen3_5(directory: Path) -> None:
     eye = {**QWEN_EYE, "patch_size": 16, "num_position_embeddings": 64}
     config = T.Qwen3_5Config(text_config=text, vision_config=eye, **ids)
     pictures = T.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=84 * 84, patch_size=16)
-    own.chat_template = chatml("<|vision_start|><|image_pad|><|vision_end|>")
+    own.chat_template = chatml(*QWEN_PLACES)
     _save_parts(directory, T.Qwen3_5ForConditionalGeneration, config, pictures, own, "Qwen3VLProcessor")
+    _save_qwen_videos(directory, "Qwen3VLVideoProcessor", 16)
+
+
+def _save_qwen_videos(directory: Path, kind: str, patch: int) -> None:
+    size = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84 * (4 if "3" in kind else 1)}
+    settings = {
+        "video_processor_type": kind, "size": size, "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2,
+    }  # fmt: skip
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def processor_of(directory: Path) -> Any:

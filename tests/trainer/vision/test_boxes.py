@@ -13,6 +13,7 @@ import transformers
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from tests.trainer.vision import picture_rewards
 from tests.trainer.vision.conftest import Gallery
 from unisono.base.errors import DataError
 from unisono.trainer.data.pictures.boxes import FORMS
@@ -187,3 +188,81 @@ def test_a_family_without_a_known_form_and_rows_without_a_picture_are_refused(
     source = [{"path": str(folder / "rows.jsonl"), "columns": {"objects": None}}]
     text = _text(gallery, folder, llava, row, train=source)
     assert "<ref-object><bbox>" in text, "without the column it is text"
+
+
+def test_boxes_of_pairs_stand_in_the_prompt_and_in_each_answer(gallery: Gallery, folder: Path) -> None:
+    model = _model(gallery, folder, "qwen3_vl")
+    objects: dict[str, Any] = {
+        "ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]],
+    }  # fmt: skip
+    row = {
+        "prompt": "<image>Is the <ref-object> in <bbox>?", "chosen": "no: <bbox>", "rejected": "yes",
+        "images": ["sheep.png"], "objects": objects,
+    }  # fmt: skip
+    first, second = (
+        "<|box_start|>(101,201),(150,266)<|box_end|>",
+        "<|box_start|>(401,601),(550,666)<|box_end|>",
+    )
+    asked = f"Is the <|object_ref_start|>sheep<|object_ref_end|> in {first}?"
+
+    chosen, rejected = _sides(gallery, folder, model, row)
+    assert asked in chosen
+    assert asked in rejected
+    assert f"no: {second}" in chosen
+    assert "yes" in rejected
+
+    other = {"ref": ["sheep"], "bbox": [objects["bbox"][0], [0, 0, 900, 800]]}
+    chosen, rejected = _sides(
+        gallery, folder, model, {**row, "rejected": "no: <bbox>", "rejected_objects": other}
+    )
+    assert f"no: {second}" in chosen
+    assert "no: <|box_start|>(0,0),(1000,1000)<|box_end|>" in rejected
+
+    with pytest.raises(DataError) as caught:
+        _sides(gallery, folder, model, {**row, "rejected": "<bbox>, <bbox>"})
+    assert "it has 3 × <bbox>, and objects has 2 in bbox" in caught.value.problems[0].why
+
+
+def _sides(gallery: Gallery, folder: Path, model: str, row: dict[str, Any]) -> list[str]:
+    """The texts of the chosen and the rejected side of a prepared pair."""
+    file = folder / "pairs.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    plan = gallery.plan(
+        "llava",
+        model={"path": model, "resize_vocabulary": True},
+        objective="dpo",
+        data={"train": str(file), "max_length": 2048},
+        batch={"global": 1, "micro": 1},
+    )
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    texts: list[str] = [tokenizer.decode(table.row(0, side)[0].tolist()) for side in range(table.sides)]
+    return texts
+
+
+def test_boxes_of_a_prompt_for_grpo_are_written_and_the_column_stays_for_rewards(
+    gallery: Gallery, folder: Path
+) -> None:
+    model = _model(gallery, folder, "qwen3_vl")
+    row = {
+        "prompt": [{"role": "user", "content": "<image>Find the <ref-object>"}], "images": ["sheep.png"],
+        "objects": {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8]]},
+    }  # fmt: skip
+    file = folder / "prompts.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    plan = gallery.plan(
+        "llava",
+        model={"path": model, "resize_vocabulary": True},
+        objective="grpo",
+        rewards=[f"{picture_rewards.__file__}:first_byte"],
+        data={"train": str(file), "max_length": 2048, "packing": False},
+        batch={"global": 4, "micro": 2},
+        rollout={"group": 4, "max_new_tokens": 5},
+        grpo={"truncated": "keep"},
+    )
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    text = transformers.AutoTokenizer.from_pretrained(model).decode(table.row(0)[0].tolist())
+    assert "Find the <|object_ref_start|>sheep<|object_ref_end|>" in text
+    columns = table.record(0)["columns"]
+    assert isinstance(columns, dict)
+    assert columns["objects"] == row["objects"]

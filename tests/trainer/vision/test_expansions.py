@@ -19,8 +19,9 @@ import transformers as T  # noqa: N812 - many classes
 
 from tests import needs
 from tests.vision_models import chatml, tokenizer
-from unisono.trainer.data.pictures.picture_template import picture_mark
-from unisono.trainer.data.pictures.processor import PictureProcessor
+from unisono.trainer.data import PICTURE, VIDEO
+from unisono.trainer.data.pictures.picture_template import media_marks
+from unisono.trainer.data.pictures.processor import ClipTimes, PictureProcessor
 
 SIZE = (32, 32)
 GEMMA3 = {
@@ -112,6 +113,25 @@ def qwen2_vl(directory: Path) -> None:
     _save(directory, "qwen2_vl", tokenizer(), place, pictures, settings, "<|image_pad|>")
 
 
+def qwen3_vl(directory: Path) -> None:
+    """Of Qwen/Qwen3-VL-30B-A3B-Instruct."""
+    sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    pictures = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+        **sizes,
+    }
+    videos = {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+        **sizes,
+    }
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    settings = {"processor_class": "Qwen3VLProcessor"}
+    _save(directory, "qwen3_vl", tokenizer(), place, pictures, settings, "<|image_pad|>")
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(videos))
+
+
 def pixtral(directory: Path) -> None:
     """Of mistral-community/pixtral-12b."""
     pictures = {
@@ -176,8 +196,23 @@ def test_the_text_of_a_picture_is_the_one_that_llama_factory_expects(
     needs.package("PIL")
     build(tmp_path)
     processor = PictureProcessor(tmp_path)
-    mark = picture_mark(
-        processor.template, placeholder=processor.placeholder, tokenizer=processor.processor.tokenizer
-    )
+    mark = media_marks(processor)[PICTURE].text
 
     assert mark.replace(processor.placeholder, processor.expansion(SIZE)) == text
+
+
+def test_the_texts_of_videos_are_those_that_llama_factory_expects(tmp_path: Path) -> None:
+    needs.package("torchvision")
+    qwen3_vl(tmp_path)
+    processor = PictureProcessor(tmp_path)
+    mark = media_marks(processor)[VIDEO]
+
+    def written(frames: int) -> str:
+        times = ClipTimes(tuple(number / 2 for number in range(frames)), frames / 2)
+        return mark.filled(processor.clip_expansion(SIZE, times)[0])
+
+    video = "<|video_pad|>"
+    first = f"<0.2 seconds><|vision_start|>{video}<|vision_end|><1.2 seconds><|vision_start|>{video}<|vision_end|>"
+    assert written(4) == first
+    assert written(6) == f"{first}<2.2 seconds><|vision_start|>{video}<|vision_end|>"
+    assert written(19).count("<|vision_start|>") == 10, "of its 9.72 seconds with video_fps 2"

@@ -60,7 +60,7 @@ def _vision(directory: Path, parts: Sequence[str], **settings: float) -> FrozenV
     for name, value in settings.items():
         setattr(base.config.vision_config, name, value)
     select_parts(base, parts)  # type: ignore[arg-type]
-    return FrozenVision.of(base, PictureProcessor(directory).inputs(drawn()))
+    return FrozenVision.of(base, [PictureProcessor(directory).inputs(drawn())])
 
 
 @pytest.mark.parametrize("family", KEEPING)

@@ -19,7 +19,9 @@ from tests.vision_models import draw
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
-from unisono.trainer.data.pictures.picture_template import picture_mark
+from unisono.trainer.config.schema import sources_of as sources_of_data
+from unisono.trainer.data import PICTURE
+from unisono.trainer.data.pictures.picture_template import media_marks
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.plan.task_requests import RequestedModel
@@ -80,9 +82,7 @@ def test_a_picture_is_what_llama_factory_expects(
 )
 def test_the_text_of_a_picture_in_the_middle_of_a_template(gallery: Gallery, family: str, text: str) -> None:
     processor = PictureProcessor(gallery.model(family))
-    mark = picture_mark(
-        processor.template, placeholder=processor.placeholder, tokenizer=processor.processor.tokenizer
-    )
+    mark = media_marks(processor)[PICTURE].text
     assert mark.replace(processor.placeholder, processor.expansion((64, 64))) == text
 
 
@@ -120,12 +120,21 @@ def llamafactory(folder: Path, **keys: Any) -> Path:
     entries = {
         "shapes": {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags},
         "texts": {"file_name": "texts.jsonl"},
+        "films": {
+            "file_name": "films.jsonl",
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages", "videos": "videos"},
+            "tags": tags,
+        },
     }
     pairs = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected", "images": "images"}
     entries["pairs"] = {
         "file_name": "pairs.jsonl", "formatting": "sharegpt", "ranking": True, "columns": pairs,
     }  # fmt: skip
     (folder / "dataset_info.json").write_text(json.dumps(entries))
+    (folder / "films.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "<video>?"}], "videos": ["a.mp4"]})
+    )
     (folder / "texts.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
     values = {
         "model_name_or_path": "some/model", "stage": "sft", "do_train": True, "finetuning_type": "lora",
@@ -158,6 +167,22 @@ def test_keys_of_pictures_are_carried(
     assert config.data.media_dir == str(rows.parent)
     if pixels is not None:
         assert (config.data.pixels.min, config.data.pixels.max) == pixels
+
+
+def test_keys_of_videos_are_carried(rows: Path) -> None:
+    folder = rows.parent
+    config = RunConfig.model_validate(read_llamafactory(llamafactory(folder, dataset="films")).config)
+    frames = config.data.frames
+    assert (frames.fps, frames.max, frames.pixels.min, frames.pixels.max) == (2.0, 128, 256, 65536)
+    assert [source.columns.get("videos") for _, source in sources_of_data(config.data)] == ["videos"]
+    keys = {"video_fps": 1.0, "video_maxlen": 8, "video_max_pixels": 999, "video_min_pixels": 99}
+
+    config = RunConfig.model_validate(read_llamafactory(llamafactory(folder, dataset="films", **keys)).config)
+
+    frames = config.data.frames
+    assert (frames.fps, frames.max, frames.pixels.min, frames.pixels.max) == (1.0, 8, 99, 999)
+    file = read_llamafactory(llamafactory(folder, **keys))
+    assert {key.key for key in file.keys if key.fate == "ignored"} >= keys.keys()
 
 
 def test_keys_of_pictures_have_no_effect_on_texts(rows: Path) -> None:
@@ -205,6 +230,7 @@ def test_its_pairs_with_pictures_train_by_its_own_file(gallery: Gallery, rows: P
         ({"crop_to_patches": True}, "crop_to_patches"),
         ({"image_do_pan_and_scan": True}, "image_do_pan_and_scan"),
         ({"freeze_language_model": True}, "nothing is trained"),
+        ({"use_audio_in_video": True, "dataset": "films"}, "the sound of videos is not read"),
     ],
 )
 def test_what_cannot_be_carried_is_refused(rows: Path, keys: dict[str, Any], what: str) -> None:

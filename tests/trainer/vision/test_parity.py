@@ -5,9 +5,11 @@ Run: pytest tests/trainer/vision/test_parity.py
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -29,10 +31,17 @@ LAYERS = _ATTENTION + r"|(gate|up|down)_proj|in_proj_\w+|out_proj|per_layer_(inp
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for number, text in enumerate(content.split("<image>")):
-        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
-    return parts
+    types = {"<image>": "image", "<video>": "video"}
+    pieces = [piece for piece in re.split("(<image>|<video>)", content) if piece]
+    return [{"type": types[one]} if one in types else {"type": "text", "text": one} for one in pieces]
+
+
+def frames_by_hand(folder: Path) -> tuple[list[Image.Image], dict[str, Any]]:
+    """Eight frames of a directory, evenly, as pictures of a video with two in a second."""
+    files = sorted(folder.iterdir())
+    numbers = np.linspace(0, len(files) - 1, min(len(files), 8)).astype(int).tolist()
+    frames = [Image.open(files[number]).convert("RGB") for number in numbers]
+    return frames, {"fps": 2.0, "total_num_frames": len(files), "frames_indices": numbers}
 
 
 class Collator:
@@ -58,21 +67,31 @@ class Collator:
 
     def _length(self, row: Row, turns: list[Row], *, prompt: bool) -> int:
         text = self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-        count = sum(part["type"] == "image" for turn in turns for part in turn["content"])
-        return int(self._called([text], [{"images": row.get("images", [])[:count]}])["input_ids"].shape[1])
+        types = [part["type"] for turn in turns for part in turn["content"]]
+        media = {
+            column: row.get(column, [])[: types.count(kind)]
+            for column, kind in (("images", "image"), ("videos", "video"))
+        }
+        return int(self._called([text], [media])["input_ids"].shape[1])
 
     def _called(self, texts: list[str], rows: list[Row]) -> dict[str, torch.Tensor]:
         images = [
             [Image.open(self._folder / name).convert("RGB") for name in row.get("images", ())] for row in rows
         ]
-        more = {"images": images} if any(images) else {}
+        more: dict[str, Any] = {"images": images} if any(images) else {}
+        clips = [frames_by_hand(self._folder / name) for row in rows for name in row.get("videos", ())]
+        if clips:
+            films, metadata = zip(*clips, strict=True)
+            more |= {"videos": list(films), "video_metadata": list(metadata), "do_sample_frames": False}
         return dict(
             self._processor(text=texts, padding=True, padding_side="right", return_tensors="pt", **more)
         )
 
 
-def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu") -> list[float]:
-    """The losses of plain transformers and peft, in the dtype of the plan."""
+def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu", apart: bool = False) -> list[float]:
+    """The losses of plain transformers and peft, in the dtype of the plan; `apart`: each row is a
+    batch.
+    """
     directory = Path(plan.model.directory)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     collate = Collator(processor_of(directory), file.parent)
@@ -96,14 +115,17 @@ def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu") -> list[float]:
         sequences = stream.step(step, global_batch=4, total_sequences=plan.total_sequences)
         numbers = [int(table.columns["number"][i]) for s in sequences for i in table.rows_of(s)]
         chosen = [rows[number - 1] for number in numbers]
-        groups = [[r for r in chosen if r.get("images")], [r for r in chosen if not r.get("images")]]
+        seen = [tuple(bool(row.get(column)) for column in ("images", "videos")) for row in chosen]
+        groups = [[row for row, one in zip(chosen, seen, strict=True) if one == kind] for kind in set(seen)]
+        groups = [[row] for row in chosen] if apart else groups
         batches = [collate(group) for group in groups if group]
         total = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         losses.append(0.0)
         for batch in batches:
             labels = batch.pop("labels").to(device)
             inputs = {
-                n: value.to(device, base.dtype if n == "pixel_values" else None) for n, value in batch.items()
+                n: value.to(device, base.dtype if n.startswith("pixel_values") else None)
+                for n, value in batch.items()
             }
             with torch.autocast(device, torch.bfloat16, enabled=plan.dtype == "bfloat16"):
                 logits = model(**inputs).logits[:, :-1].float().flatten(0, 1)

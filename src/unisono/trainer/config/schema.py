@@ -490,7 +490,7 @@ class DataSection(Section):
         ),
     )
     frames: FramesSection = Field(
-        default=FramesSection(), description="which frames of the videos in rows are used; each is a picture"
+        default=FramesSection(), description="which frames of the videos in rows are used"
     )
     image_hosts: list[HostText] = Field(
         default=[],

@@ -549,6 +549,9 @@ class FramesSection(Section):
         description="frames of a second, of a video file; null: `max` of them, whatever its duration",
     )
     max: int = Field(default=16, ge=1, description="frames of a video, evenly over its duration")
+    pixels: PixelsSection = Field(
+        default=PixelsSection(), description="bounds of a frame; null: those of data.pixels"
+    )
 
 
 class PicturesSection(Section):

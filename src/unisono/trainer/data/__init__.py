@@ -13,6 +13,7 @@ on the weight. `tokens_cut` are tokens of used rows that the model never sees.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,8 +164,11 @@ text.
 """
 
 
-PICTURE_TAG = "<image>"
-"""Stands in texts of rows where a picture is."""
+PICTURE_TAG, VIDEO_TAG = "<image>", "<video>"
+"""Stand in texts of rows where a picture or a video is."""
+VIDEO = "\ue013"
+"""Stands like PICTURE where a video is, for a model with tokens of its own for videos."""
+MEDIA_MARK = re.compile(f"({PICTURE}|{VIDEO})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,7 @@ class PictureSource:
         most_pixels: of the row itself: pixels to which a larger picture is reduced; None: no limit.
         least_pixels: likewise, to which a smaller picture is enlarged.
         url: where it is fetched from, if the row has its URL.
+        clip: if it is a video in the place VIDEO, its frames.
     """
 
     file: str | None
@@ -186,6 +191,32 @@ class PictureSource:
     most_pixels: int | None = None
     least_pixels: int | None = None
     url: str | None = None
+    clip: "Clip | None" = None
+
+    @property
+    def decoded(self) -> tuple["PictureSource", ...]:
+        """What is decoded of it: the frames of a video, else the picture."""
+        return (self,) if self.clip is None else self.clip.frames
+
+    @property
+    def mark(self) -> str:
+        """What stands in its place: PICTURE or VIDEO."""
+        return PICTURE if self.clip is None else VIDEO
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """The frames of a video that are used.
+
+    Attributes:
+        frames: pictures, in order.
+        times: of each, in seconds after the first frame of the video.
+        seconds: of the video.
+    """
+
+    frames: tuple[PictureSource, ...]
+    times: tuple[float, ...]
+    seconds: float
 
 
 BOX, REF = "\ue011", "\ue012"
@@ -317,23 +348,29 @@ class OpenPrompt:
         columns: the other columns of the row, as JSON.
         tools: function schemas.
         pictures: those of the prompt, in order.
+        objects: of the places BOX and REF in the prompt.
     """
 
     prompt: str | list[Message]
     columns: str
     tools: list[Any] | None = None
     pictures: tuple[PictureSource, ...] = ()
+    objects: RowObjects | None = None
 
     @property
     def record(self) -> str:
         """What rewards get of it, as JSON: prompt and columns; of pictures PICTURE_TAG in the
-        prompt, and a column `images` with their files, or what the row has instead.
+        prompt, and a column `images` with their files, or what the row has instead; of videos
+        likewise VIDEO_TAG and `videos`.
         """
         prompt, columns = json.dumps(self.prompt, ensure_ascii=False), self.columns
         if self.pictures:
-            names = [picture.file or picture.name for picture in self.pictures]
-            prompt = prompt.replace(PICTURE, PICTURE_TAG)
-            columns = json.dumps(json.loads(columns) | {"images": names}, ensure_ascii=False)
+            names: dict[str, list[str]] = {"images": [], "videos": []}
+            for one in self.pictures:
+                names["images" if one.clip is None else "videos"].append(one.file or one.name)
+            prompt = prompt.replace(PICTURE, PICTURE_TAG).replace(VIDEO, VIDEO_TAG)
+            listed = {column: values for column, values in names.items() if values}
+            columns = json.dumps(json.loads(columns) | listed, ensure_ascii=False)
         return f'{{"prompt": {prompt}, "columns": {columns}}}'
 
 

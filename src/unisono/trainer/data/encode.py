@@ -403,13 +403,7 @@ class Encoder:
         if self.pictures is not None:
             processor = self.pictures.processor
             stops = tuple(str(self.tokenizer.convert_ids_to_tokens(i)) for i in sorted(self.stop_ids))
-            template = with_placeholders(
-                template,
-                of_processor=processor.template,
-                placeholder=processor.placeholder,
-                tokenizer=self.tokenizer,
-                stops=stops,
-            )
+            template = with_placeholders(template, processor=processor, tokenizer=self.tokenizer, stops=stops)
         self.template = template
         if template is not None:
             self._parts = RenderedParts(template.try_render)
@@ -689,10 +683,15 @@ def _with_pictures(job: _EncodeJob, sources: Sequence[PictureSource], store: Pic
         RowError: if a picture cannot be used, or the template did not write one placeholder for
             each.
     """
-    mark = store.processor.placeholder
-    places = [match.start() for match in re.finditer(re.escape(mark), job.text)]
-    places = [at for at in places if not any(first <= at < end for first, end in job.escaped)]
-    if len(places) != len(sources):
+    marks = [store.processor.placeholder_of(one) for one in sources]
+    known = "|".join(map(re.escape, {store.processor.placeholder, *marks}))
+    places = [
+        match
+        for match in re.finditer(known, job.text)
+        if not any(first <= match.start() < end for first, end in job.escaped)
+    ]
+    if [place[0] for place in places] != marks:
+        mark = places[0][0] if places else marks[0]
         if not sources:
             raise RowError(
                 f"its text has {mark}, which stands for a picture, and the row has no picture",
@@ -707,11 +706,11 @@ def _with_pictures(job: _EncodeJob, sources: Sequence[PictureSource], store: Pic
     numbers = store.numbers(sources)
     pieces: list[str] = []
     moved, first = [(0, 0)], 0  # from a place on, so many characters more
-    for at, number in zip(places, numbers, strict=True):
+    for place, number in zip(places, numbers, strict=True):
         text = store.expansion(number)
-        pieces += (job.text[first:at], text)
-        first = at + len(mark)
-        moved.append((first, moved[-1][1] + len(text) - len(mark)))
+        pieces += (job.text[first : place.start()], text)
+        first = place.end()
+        moved.append((first, moved[-1][1] + len(text) - len(place[0])))
     pieces.append(job.text[first:])
 
     def span(one: Span) -> Span:

@@ -20,7 +20,6 @@ from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
     BadRow,
-    Conversation,
     EmptyAnswerError,
     Example,
     Exchange,
@@ -39,7 +38,8 @@ from unisono.trainer.data import (
 from unisono.trainer.data.encode import RowEncoder
 from unisono.trainer.data.formats import FLAGS, FormatName
 from unisono.trainer.data.labelled_rows import LabelSets
-from unisono.trainer.data.pictures.boxes import with_boxes
+from unisono.trainer.data.pictures.boxes import TAGS, boxed, with_boxes
+from unisono.trainer.data.pictures.processor import named_class
 from unisono.trainer.data.pictures.row_pictures import (
     PictureColumns,
     has_objects,
@@ -565,10 +565,14 @@ class Ingest:
                 " beginning of the first message of the user, as in TRL"
             )
         if self._with_videos and self._encoder.pictures is not None:
-            name = type(self._encoder.pictures.processor.processor).__name__
+            processor = self._encoder.pictures.processor
+            name, most = named_class(processor.processor), self._data.frames.max
             messages.append(
                 f"rows with videos: {self._with_videos}; {name} has no tokens for videos, so their frames are"
-                f" pictures, one after the other, at most {self._data.frames.max} of each (data.frames)"
+                f" pictures, one after the other, at most {most} of each (data.frames)"
+                if processor.video_placeholder is None
+                else f"rows with videos: {self._with_videos}; {name} reads at most {most} frames of each"
+                " (data.frames)"
             )
         if self._with_control_tokens:
             rows = self._with_control_tokens
@@ -614,8 +618,8 @@ class Ingest:
     def _encoded_with_boxes(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
         """The units of the examples, of which the boxes are written as the model's family does."""
         store = self._encoder.pictures
-        seen = [one for one in examples if isinstance(one, Conversation | Exchange)]
-        if store is None or all(one.objects is None for one in seen):
+        seen = [part for one in examples for part in boxed(one)]
+        if store is None or not seen:
             return self._encoded(examples)
         store.decode(picture for one in seen for picture in one.pictures)
         written: list[Example | RowError] = []
@@ -670,7 +674,9 @@ class Ingest:
         columns = self._picture_columns
         if columns is not None and name == "prompt":  # its other columns are for rewards
             turns = prompt_turns(row.value, source.section.columns)
-            columns = replace(columns, turns=turns, sides=(), objects=None)
+            tagged = any(tag in str(row.value.get(turn)) for tag in TAGS for turn in turns)
+            objects = columns.objects if tagged else None  # else it is for rewards
+            columns = replace(columns, turns=turns, sides=(), objects=objects)
         if columns is not None and self._encoder.pictures is None:
             if has_picture(row.value, columns):
                 raise PicturesFound

@@ -80,7 +80,8 @@ class PictureInputs:
     Attributes:
         tensors: arguments of its forward, e.g. `pixel_values`; the first axis of each is of
             pictures, tiles or patches.
-        image_ids: the tokens of which each stands for a feature.
+        image_ids: the tokens of which each stands for a feature of a picture, and of a video if
+            that is a different one.
         kept: in place of tensors, pictures whose features a vision part that is not trained
             computes once.
     """
@@ -100,7 +101,11 @@ class PictureInputs:
         """
         if not parts:
             return None
-        tensors = {name: _behind_each_other([part[name] for part in parts]).to(device) for name in parts[0]}
+        names = dict.fromkeys(name for part in parts for name in part)  # videos have other ones
+        tensors = {
+            name: _behind_each_other([part[name] for part in parts if name in part]).to(device)
+            for name in names
+        }
         return cls(tensors, image_ids)
 
     def in_full(self) -> "PictureInputs":
@@ -119,7 +124,9 @@ class PictureInputs:
             module: that gets them; it may need the kind of each token.
         """
         names = inspect.signature(module.forward).parameters
-        kinds = torch.isin(ids, torch.tensor(self.image_ids, device=ids.device)).long()
+        kinds = torch.zeros_like(ids)
+        for kind, token in enumerate(self.image_ids, 1):
+            kinds[ids == token] = kind
         kinds_names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in names]
         tensors = dict(self.tensors if self.kept is None else self.kept.arguments())
         if ROW_COUNTS in tensors:
@@ -230,12 +237,12 @@ class Forward:
             return f"all layers: {self.why}; {states}" if states else f"all layers: {self.why}"
         return "" if self.states_reset else states
 
-    def frozen_vision(self, sample: Mapping[str, torch.Tensor]) -> FrozenVision | None:
-        """The vision part if its features of pictures can be kept, tested with one; else None."""
+    def frozen_vision(self, samples: Sequence[Mapping[str, torch.Tensor]]) -> FrozenVision | None:
+        """The vision part if its features can be kept, by a test with samples; else None."""
 
         def tested() -> FrozenVision | None:
             with self._precision():
-                return FrozenVision.of(self.loaded.base, sample)
+                return FrozenVision.of(self.loaded.base, samples)
 
         return self.within(tested)
 

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -30,6 +30,8 @@ from unisono.trainer.model.multimodal import (
 Tensors = Mapping[str, torch.Tensor]
 _PIXELS = "pixel_"
 _HOST = torch.device("cpu")
+Medium = Literal["image", "video"]
+"""As transformers names them."""
 _USED = ("pooler_output", "deepstack_features")
 """Of the output of the vision part, what the decoder gets."""
 
@@ -42,12 +44,14 @@ class PictureFeatures:
         others: its tensors that are no pixels, e.g. the number of patches.
         kept: the fields of the vision part's output; with a trained projector the arguments of each
             of its calls.
+        medium: what the model gets it as.
         shapes: with a trained projector constants as large as the pixels, by their names, and as
             the outputs of each frozen module's calls.
     """
 
     others: Tensors
     kept: Any
+    medium: "Medium"
     shapes: "tuple[Tensors, Mapping[str, list[Any]]] | None" = None
 
     @property
@@ -75,16 +79,17 @@ class FrozenVision:
     kept: dict[int, PictureFeatures] = field(default_factory=dict)
     _bytes: int = 0
     _is_full: bool = False
-    _kind: Any = None
+    _kinds: dict[Medium, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, base: Any, sample: Tensors) -> "FrozenVision | None":
+    def of(cls, base: Any, samples: Sequence[Tensors]) -> "FrozenVision | None":
         """That of a model; None if features cannot be kept: the vision part is trained or draws
         random numbers, or the test with a picture gives other bits.
 
         Args:
             base: of transformers, with or without layers of an adapter.
-            sample: the tensors of any picture, on the device of the model.
+            samples: the tensors of any picture, and of any video if there are some, on the device
+                of the model.
         """
         inside = text_prefixes(base)
         trained = {part_of(name, inside) for name, p in base.named_parameters() if p.requires_grad}
@@ -99,7 +104,7 @@ class FrozenVision:
         if _varies(base, frozen.values()):
             return None
         vision = cls(module, frozen, projector if "projector" in trained else [])
-        return vision if vision._repeats(sample) else None
+        return vision if all(map(vision._repeats, samples)) else None
 
     @property
     def is_full(self) -> bool:
@@ -122,9 +127,12 @@ class FrozenVision:
         """The argument `mm_encoder_outputs` for pictures in order, with gradients of a trained
         projector.
         """
-        parts = [self._fields(one) for one in pictures]
-        joined = {name: _joined([part[name] for part in parts]) for name in parts[0]}
-        return {"image": self._kind(**joined)}
+        outputs: dict[str, Any] = {}
+        for medium in dict.fromkeys(one.medium for one in pictures):
+            parts = [self._fields(one) for one in pictures if one.medium == medium]
+            joined = {name: _joined([part[name] for part in parts]) for name in parts[0]}
+            outputs[medium] = self._kinds[medium](**joined)
+        return outputs
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +155,7 @@ class FrozenVision:
         try:
             with torch.no_grad():
                 direct = self._run(sample)
-                again = self.outputs([self._computed(sample)])["image"]
+                (again,) = self.outputs([self._computed(sample)]).values()
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
             return False
         pairs = [(tree_leaves(value), tree_leaves(again[name])) for name, value in direct.items()]
@@ -157,22 +165,23 @@ class FrozenVision:
 
     def _computed(self, tensors: Tensors) -> PictureFeatures:
         others = {name: value.cpu() for name, value in tensors.items() if not name.startswith(_PIXELS)}
+        medium = _medium_of(tensors)
         with torch.no_grad():
             if not self.projector:
-                return PictureFeatures(others, _in_host_memory(self._run(tensors)))
+                return PictureFeatures(others, _in_host_memory(self._run(tensors)), medium)
             calls: list[Any] = []
             outputs: dict[str, list[Any]] = {name: [] for name in self.frozen}
             with self._recorded(calls, outputs):
                 self._run(tensors)
         pixels = {name: value for name, value in tensors.items() if name.startswith(_PIXELS)}
         return PictureFeatures(
-            others, _in_host_memory(calls), (_constants(pixels, _HOST), _constants(outputs, _HOST))
+            others, _in_host_memory(calls), medium, (_constants(pixels, _HOST), _constants(outputs, _HOST))
         )
 
     def _run(self, tensors: Tensors) -> dict[str, Any]:
         """The fields of the vision part's output that are used, for one picture."""
         output = _seen(self.module, tensors)
-        self._kind = type(output)
+        self._kinds[_medium_of(tensors)] = type(output)
         return {name: output[name] for name in _USED if output.get(name) is not None}
 
     @contextlib.contextmanager
@@ -237,9 +246,12 @@ class KeptPictures:
     def arguments(self) -> dict[str, Any]:
         """The arguments of the model for them; the vision part runs where features are not kept."""
         features = [self.vision.features(n, partial(self.pixels, n)) for n in self.numbers]
+        names = dict.fromkeys(name for one in features for name in one.others)
         others = {
-            name: torch.cat([one.others[name] for one in features]).to(self.vision.device)
-            for name in features[0].others
+            name: torch.cat([one.others[name] for one in features if name in one.others]).to(
+                self.vision.device
+            )
+            for name in names
         }
         return {**others, "mm_encoder_outputs": self.vision.outputs(features)}
 
@@ -249,10 +261,16 @@ class KeptPictures:
 
 
 def _seen(module: Any, tensors: Tensors) -> Any:
-    """What the vision part of a model gives for one picture."""
-    names = inspect.signature(module.get_image_features).parameters
+    """What the vision part of a model gives for one picture or video."""
+    read = getattr(module, f"get_{_medium_of(tensors)}_features")
+    names = inspect.signature(read).parameters
     given = in_dtype_of(module, {name: value for name, value in tensors.items() if name in names})
-    return module.get_image_features(**given, return_dict=True)
+    return read(**given, return_dict=True)
+
+
+def _medium_of(tensors: Tensors) -> Medium:
+    """What the tensors are of; InternVL's videos are pictures to the model."""
+    return "video" if any(name.startswith(f"{_PIXELS}values_videos") for name in tensors) else "image"
 
 
 def reached_by_pictures(

@@ -280,10 +280,10 @@ def _open(
     if processor is not None:
         template = with_placeholders(
             template,
-            of_processor=None if plan is not None and not plan.model.reads_pictures else processor.template,
-            placeholder=processor.placeholder,
+            processor=processor,
             tokenizer=loaded.tokenizer,
             stops=known_stops(loaded.tokenizer, _places(target)),
+            uses_own=plan is None or plan.model.reads_pictures,
         )
     forward = choose_forward(
         loaded,

@@ -22,11 +22,15 @@ from unisono.trainer.data import (
     Conversation,
     Example,
     Exchange,
+    Message,
+    OpenPrompt,
     PictureSource,
+    Preference,
     RowError,
     RowObjects,
     Turn,
 )
+from unisono.trainer.data.pictures.processor import named_class
 from unisono.trainer.data.pictures.store import PictureStore
 
 TAGS = {"<ref-object>": REF, "<bbox>": BOX}
@@ -141,7 +145,10 @@ def with_boxes(example: Example, store: PictureStore, form: BoxForm) -> Example:
     Raises:
         RowError: if a box is not in its picture, or the family has no form of boxes that is known.
     """
-    if not isinstance(example, Conversation | Exchange) or example.objects is None:
+    if isinstance(example, Preference):
+        answers = [with_boxes(answer, store, form) for answer in example.answers]
+        return replace(example, answers=answers)  # type: ignore[arg-type]  # conversations, as before
+    if not isinstance(example, Conversation | Exchange | OpenPrompt) or example.objects is None:
         return example
     objects, known = example.objects, _form_of(store, form)
     refs = iter(known.ref.format(ref) for ref in objects.refs)
@@ -149,24 +156,42 @@ def with_boxes(example: Example, store: PictureStore, form: BoxForm) -> Example:
     texts = iter([known.box(box) for box in boxes])
     marks = {REF: refs, BOX: texts}
     if isinstance(example, Conversation):
-        messages = [
-            {**message, "content": _filled(str(message["content"]), marks)} for message in example.messages
-        ]
-        filled: Example = replace(example, messages=messages, objects=None)  # type: ignore[arg-type]  # same keys
-    else:
-        filled = replace(
-            example,
-            prompt=[_filled_turn(turn, marks) for turn in example.prompt],
-            answers=[_filled_turn(turn, marks) for turn in example.answers],
-            objects=None,
-        )
-    left = sum(1 for values in marks.values() for _ in values)
-    if left:
-        raise RowError(
-            f"{left} of its {len(objects.refs) + len(objects.boxes)} objects have no place in messages that are read",
-            "write <ref-object> and <bbox> in the text of messages",
-        )
-    return filled
+        return replace(example, messages=_filled_messages(example.messages, marks), objects=None)
+    if isinstance(example, OpenPrompt):
+        prompt = example.prompt
+        filled = _filled(prompt, marks) if isinstance(prompt, str) else _filled_messages(prompt, marks)
+        return replace(example, prompt=filled, objects=None)
+    return replace(
+        example,
+        prompt=[_filled_turn(turn, marks) for turn in example.prompt],
+        answers=[_filled_turn(turn, marks) for turn in example.answers],
+        objects=None,
+    )
+
+
+def texts_of(example: Conversation | Exchange | OpenPrompt) -> list[str]:
+    """The texts of an example that may have names and boxes, in order."""
+    if isinstance(example, Exchange):
+        return [turn.content for turn in (*example.prompt, *example.answers)]
+    messages = example.messages if isinstance(example, Conversation) else example.prompt
+    return [messages] if isinstance(messages, str) else [str(message["content"]) for message in messages]
+
+
+def boxed(example: Example) -> list[Conversation | Exchange | OpenPrompt]:
+    """The parts of an example that have names or boxes."""
+    parts = example.answers if isinstance(example, Preference) else [example]
+    return [
+        part
+        for part in parts
+        if isinstance(part, Conversation | Exchange | OpenPrompt) and part.objects is not None
+    ]
+
+
+def _filled_messages(messages: Sequence[Message], marks: Mapping[str, Iterator[str]]) -> list[Message]:
+    return [
+        {**message, "content": _filled(str(message["content"]), marks)}  # type: ignore[misc]  # same keys
+        for message in messages
+    ]
 
 
 def _filled_turn(turn: Turn, marks: Mapping[str, Iterator[str]]) -> Turn:
@@ -190,9 +215,9 @@ def _form_of(store: PictureStore, form: BoxForm) -> _Form:
     names = [kind.__name__ for kind in type(processor).__mro__]
     known = next((FORMS[name] for name in names if name in FORMS), None)
     if known is None:
-        name = next(name for name in names if name.endswith("Processor"))
         raise RowError(
-            f"it has boxes in the column objects, and how the models of {name} write boxes is not known",
+            f"it has boxes in the column objects, and how the models of {named_class(processor)} write boxes"
+            " is not known",
             "write the coordinates in the text, and set the source's columns: {objects: null}",
         )
     if form == "list":

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -27,7 +27,7 @@ from unisono.base.text import one_line
 from unisono.guard.facts.limits import limit_memory
 from unisono.trainer.data import PictureSource
 from unisono.trainer.data.pictures.decoding import BadPictureError, read_picture_file, upright_size
-from unisono.trainer.data.pictures.film import FrameRequest, keep_frames
+from unisono.trainer.data.pictures.film import FrameRequest, KeptFrames, keep_frames
 
 CPU_S = 20.0
 """CPU seconds for one picture; one of MOST_PIXELS takes two or three."""
@@ -104,10 +104,10 @@ class DecoderProcess:
         answer = self._ask(kind, body)
         return answer if isinstance(answer, Broken) else Decoded(**answer)
 
-    def frames(self, request: FrameRequest) -> list[str] | Broken:
-        """The files of some frames of a video, in order; or why there are none."""
+    def frames(self, request: FrameRequest) -> KeptFrames | Broken:
+        """Some frames of a video, in order; or why there are none."""
         answer = self._ask(b"v", request.to_json().encode())
-        return answer if isinstance(answer, Broken) else list(answer["frames"])
+        return answer if isinstance(answer, Broken) else KeptFrames(**answer)
 
     def _ask(self, kind: bytes, body: bytes) -> dict[str, Any] | Broken:
         process = self._process = self._process or self._start()
@@ -184,7 +184,7 @@ def _bound_time() -> None:
 
 def _answer(kind: bytes, body: bytes) -> dict[str, object]:
     if kind == b"v":
-        return {"frames": [str(file) for file in keep_frames(FrameRequest(**json.loads(body)))]}
+        return asdict(keep_frames(FrameRequest(**json.loads(body))))
     changed = 0
     if kind == b"f":
         path = Path(os.fsdecode(body))

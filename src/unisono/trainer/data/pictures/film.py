@@ -4,8 +4,9 @@ through PyAV. Only the frames that are sampled are kept.
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,23 @@ class FrameRequest:
         return json.dumps(asdict(self))
 
 
-def keep_frames(request: FrameRequest) -> list[Path]:
-    """The files of the sampled frames, as PNG.
+@dataclass(frozen=True, slots=True)
+class KeptFrames:
+    """The sampled frames of a video.
+
+    Attributes:
+        files: of the frames, as PNG.
+        times: of each, in seconds after the first frame of the video; empty: not known.
+        seconds: of the video; None: not known.
+    """
+
+    files: list[str]
+    times: list[float]
+    seconds: float | None
+
+
+def keep_frames(request: FrameRequest) -> KeptFrames:
+    """The sampled frames, in files.
 
     Raises:
         BadPictureError: if the video cannot be decoded.
@@ -56,8 +72,8 @@ def keep_frames(request: FrameRequest) -> list[Path]:
     try:
         with open_plain(path) as stream:
             head = stream.read(16)
-        frames = _animated(path, request) if _is_animation(head) else _filmed(path, head, request)
-        return [kept.keep(_png(frame)) for frame in frames]
+        reader = _animation if _is_animation(head) else partial(_film, head=head)
+        return reader(path, request, lambda frame: str(kept.keep(_png(frame))))
     except OSError as error:
         raise BadPictureError(f"it cannot be read: {error.strerror or error}") from error
 
@@ -94,7 +110,7 @@ def _refuse_large(width: int, height: int, frames: int) -> None:
         )
 
 
-def _animated(path: Path, request: FrameRequest) -> Iterator[Any]:
+def _animation(path: Path, request: FrameRequest, keep: Callable[[Any], str]) -> KeptFrames:
     from PIL import Image
 
     try:
@@ -102,27 +118,33 @@ def _animated(path: Path, request: FrameRequest) -> Iterator[Any]:
             animation: Any = image  # a still picture has one frame
             total = int(getattr(animation, "n_frames", 1))
             _refuse_large(animation.width, animation.height, total)
-            numbers = sampled(total, seconds=_duration(animation, total), fps=request.fps, most=request.most)
+            *begins, end = _begins(animation, total)
+            seconds = end or None
+            numbers = sampled(total, seconds=seconds, fps=request.fps, most=request.most)
+            files = []
             for number in numbers:
                 animation.seek(number)
-                yield upright_rgb(animation)
+                files.append(keep(upright_rgb(animation)))
     except BadPictureError:
         raise
     except Exception as error:  # Pillow passes on errors of its decoders
         raise BadPictureError(f"it is truncated or damaged: {type(error).__name__}: {error}") from error
+    return KeptFrames(files, [begins[number] for number in numbers] if seconds else [], seconds)
 
 
-def _duration(animation: Any, total: int) -> float | None:
-    """Seconds of an animation; None if its frames have no times."""
-    milliseconds = 0.0
+def _begins(animation: Any, total: int) -> list[float]:
+    """When each frame of an animation begins, and when the last one ends, in seconds; zeros if
+    they have no times.
+    """
+    begins = [0.0]
     for number in range(total):
         animation.seek(number)
         animation.load()  # a WebP file has the time of a frame then
-        milliseconds += float(animation.info.get("duration") or 0)
-    return milliseconds / 1000 if milliseconds else None
+        begins.append(begins[-1] + float(animation.info.get("duration") or 0) / 1000)
+    return begins
 
 
-def _filmed(path: Path, head: bytes, request: FrameRequest) -> Iterator[Any]:
+def _film(path: Path, request: FrameRequest, keep: Callable[[Any], str], *, head: bytes) -> KeptFrames:
     container = next((name for at, mark, name in _CONTAINERS if head[at:].startswith(mark)), None)
     if container is None:
         raise BadPictureError("it is not a GIF, WebP, MP4, MOV, MKV, WebM or AVI video")
@@ -131,17 +153,18 @@ def _filmed(path: Path, head: bytes, request: FrameRequest) -> Iterator[Any]:
     import av
 
     try:
-        total, seconds = _length(path, container)
-        numbers = sampled(total, seconds=seconds, fps=request.fps, most=request.most)
-        yield from _decoded(path, container, numbers)
+        times, seconds = _times(path, container)
+        numbers = sampled(len(times), seconds=seconds, fps=request.fps, most=request.most)
+        files = [keep(frame) for frame in _decoded(path, container, numbers)]
     except av.error.FFmpegError as error:
         why = one_line(str(error.strerror or error), limit=100)
         raise BadPictureError(f"it is truncated or damaged: {why}") from error
+    return KeptFrames(files, [times[number] for number in numbers] if seconds else [], seconds)
 
 
-def _length(path: Path, container: str) -> tuple[int, float | None]:
-    """Frames and seconds of a video. Frames are counted, since many files do not say how many they
-    have, or say it wrong.
+def _times(path: Path, container: str) -> tuple[list[float], float | None]:
+    """When each frame of a video is, from the first one on, and its duration, in seconds; None: not
+    known. Frames are counted, since many files do not say how many they have, or say it wrong.
     """
     import av
 
@@ -149,20 +172,20 @@ def _length(path: Path, container: str) -> tuple[int, float | None]:
         if not opened.streams.video:
             raise BadPictureError("it has no pictures, only sound")
         stream = opened.streams.video[0]
-        total, first, last = 0, None, 0.0
+        times: list[float | None] = []
         for frame in opened.decode(stream):
-            total += 1
-            _refuse_large(frame.width, frame.height, total)
-            if frame.time is not None:
-                first = frame.time if first is None else first
-                last = max(last, frame.time)
-        if not total:
+            times.append(frame.time)
+            _refuse_large(frame.width, frame.height, len(times))
+        if not times:
             raise BadPictureError("it has no frame that can be decoded")
-        if stream.frames > total:
-            raise BadPictureError(f"it is truncated: it has {total} of {stream.frames} frames")
+        if stream.frames > len(times):
+            raise BadPictureError(f"it is truncated: it has {len(times)} of {stream.frames} frames")
         rate = float(stream.average_rate) if stream.average_rate else 0.0
-    seconds = None if first is None else last - first + (1 / rate if rate else 0.0)
-    return total, seconds
+    known = [time for time in times if time is not None]
+    if len(known) < len(times):
+        return [0.0] * len(times), None
+    after_first = [time - known[0] for time in known]
+    return after_first, max(after_first) + (1 / rate if rate else 0.0)
 
 
 def _decoded(path: Path, container: str, numbers: Sequence[int]) -> Iterator[Any]:

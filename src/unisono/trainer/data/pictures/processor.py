@@ -2,11 +2,16 @@
 what the model gets of it.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from unisono.base.child import loading_modules
 from unisono.base.errors import ModelError, UsageError
@@ -19,11 +24,40 @@ from unisono.trainer.plan.families import ROW_COUNTS
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
-_EXTRA = "pip install 'unisono[vision]'"
+EXTRA = "pip install 'unisono[vision]'"
+"""The command that installs what processors need."""
 _TRIED = (200, 100)
+_VIDEOS = "video_processor"
+_STACKED = 5  # axes: videos, frames, channels, height, width
 
 Size = tuple[int, int]
 """Width and height in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClipTimes:
+    """When the frames of a video are.
+
+    Attributes:
+        times: of each frame that is used, in seconds after the first one of the video.
+        seconds: of the video.
+    """
+
+    times: tuple[float, ...]
+    seconds: float
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The same for a processor. As if the video had one frame a second, its frames' numbers
+        are their times: those of a real video are not evenly spaced.
+        """
+        numbers = list(self.times)  # a processor may extend it
+        return {
+            "fps": 1.0,
+            "duration": self.seconds,
+            "total_num_frames": self.seconds,
+            "frames_indices": numbers,
+        }
 
 
 def has_processor(directory: Path) -> bool:
@@ -48,18 +82,19 @@ def need_pillow(where: str) -> None:
             "the rows have pictures, and Pillow is not installed",
             where=where,
             why="pictures are decoded with it",
-            fix=_EXTRA,
+            fix=EXTRA,
         )
 
 
 class PictureProcessor:
-    """A processor of transformers for one picture at a time.
+    """A processor of transformers for one picture or video at a time.
 
     Attributes:
         processor: of transformers.
         placeholder: the text that a chat template writes for a picture.
-        image_ids: the tokens of which each stands for one feature of a picture. Those that begin or
-            end one are not among them.
+        video_placeholder: likewise for a video; None: videos are read as pictures, or not at all.
+        image_ids: the tokens of which each stands for one feature of a picture, and of a video if
+            that is a different one. Those that begin or end one are not among them.
     """
 
     def __init__(self, directory: Path, *, trust_remote_code: bool = False) -> None:
@@ -72,10 +107,21 @@ class PictureProcessor:
         self._directory = directory
         self.processor = _load(directory, trust_remote_code=trust_remote_code)
         self.placeholder = getattr(self.processor, "image_token", None) or ""
-        feature = _feature_id(directory, self.processor, trust_remote_code=trust_remote_code)
-        if not self.placeholder or feature is None:
+        features = _feature_ids(directory, self.processor, trust_remote_code=trust_remote_code)
+        if not self.placeholder or not features:
             raise self._refusal("it has no token for the place of a picture")
-        self.image_ids = (feature,)
+        reads_videos = getattr(self.processor, _VIDEOS, None) is not None
+        self.video_placeholder = getattr(self.processor, "video_token", None) if reads_videos else None
+        self.image_ids = features if self.video_placeholder else features[:1]
+
+    @property
+    def lacks_videos(self) -> bool:
+        """Whether the model has tokens for videos that cannot be used without torchvision."""
+        return self.video_placeholder is None and _VIDEOS in type(self.processor).get_attributes()
+
+    def placeholder_of(self, source: PictureSource) -> str:
+        """What a chat template writes for a picture or video."""
+        return self.placeholder if source.clip is None else self.video_placeholder or ""
 
     @cached_property
     def template(self) -> str | None:
@@ -132,6 +178,53 @@ class PictureProcessor:
         pixels = _nested_size(made.get("pixel_values"))
         return str(places[0][0]["replacement"]), pixels // (1 + several)
 
+    @cached_property
+    def clip_expansion(self) -> Any:
+        """A function of the size and the ClipTimes of a video, which gives the text that takes its
+        place, with a token for each feature, and the number of values of its pixels. It raises a
+        RowError if the processor refuses the video.
+        """
+        return lru_cache(maxsize=1 << 12)(self._expand_clip)
+
+    def _expand_clip(self, size: Size, times: ClipTimes) -> tuple[str, int]:
+        from PIL import Image
+
+        blank = Image.new("RGB", size, (127, 127, 127))
+        made = self._called_on_clip([blank] * len(times.times), times, return_text_replacement_offsets=True)
+        places = made.get("text_replacement_offsets")
+        if not places or len(places[0]) != 1:
+            raise self._refusal("it does not report what takes the place of a video")
+        if np.ndim(made.get("pixel_values_videos", 0)) == _STACKED:
+            name = named_class(self.processor)
+            raise RowError(
+                f"{name} gives videos as a stack, in which all need the same number of frames",
+                "write some of the frames as pictures, in the column images, or remove the row",
+            )
+        pixels = [value for name, value in made.items() if name.startswith("pixel_values")]
+        return str(places[0][0]["replacement"]), sum(map(_nested_size, pixels))
+
+    def clip_inputs(self, frames: Sequence[Any], times: ClipTimes) -> dict[str, Any]:
+        """What the model gets of a video: tensors by name, like `inputs`.
+
+        Args:
+            frames: pictures in RGB, of the same size.
+            times: of the frames.
+
+        Raises:
+            RowError: if the processor refuses the video.
+        """
+        made = self._called_on_clip(list(frames), times, return_tensors="pt")
+        return {name: value for name, value in made.items() if name not in _OF_TEXT}
+
+    def _called_on_clip(self, frames: list[Any], times: ClipTimes, **options: Any) -> Any:
+        # Temporal patches are of several frames: the last one is repeated, as LLaMA-Factory does.
+        patch = int(getattr(self.processor.video_processor, "temporal_patch_size", None) or 1)
+        frames = frames + frames[-1:] * (-len(frames) % patch)
+        options |= {"video_metadata": [times.metadata], "do_sample_frames": False}
+        what = f"a video of {len(frames)} frames of {frames[0].size[0]} × {frames[0].size[1]} pixels"
+        with _refusing(what):
+            return self.processor(text=[self.video_placeholder], videos=[frames], **options)
+
     def seen_size(self, size: Size) -> Size:
         """The size of a picture after the processor has resized it to whole patches, of a
         processor that makes a grid of them (Qwen's).
@@ -182,14 +275,8 @@ class PictureProcessor:
 
     def _called(self, image: Any, *, several: bool, **options: Any) -> Any:
         count, size = 1 + several, image.size
-        try:
+        with _refusing(f"a picture of {size[0]} × {size[1]} pixels"):
             return self.processor(text=[self.placeholder * count], images=[[image] * count], **options)
-        except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
-            raise RowError(
-                f"the model's processor refuses a picture of {size[0]} × {size[1]} pixels:"
-                f" {one_line(str(error), limit=120)}",
-                "remove the row, or resize the picture",
-            ) from error
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError.of(
@@ -198,6 +285,18 @@ class PictureProcessor:
             why=why,
             fix="remove the pictures from the rows (the source's columns: {images: null}), or use a different model",
         )
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """A context in which errors of a processor are those of the row."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
+        raise RowError(
+            f"the model's processor refuses {what}: {one_line(str(error), limit=120)}",
+            "remove the row, or resize the picture",
+        ) from error
 
 
 def _nested_size(value: Any) -> int:
@@ -229,7 +328,7 @@ def _load(directory: Path, *, trust_remote_code: bool) -> Any:
                 f"the model's processor needs {missing}",
                 where=str(directory),
                 why=f"{_class_named(directory)} of transformers loads it",
-                fix=_EXTRA,
+                fix=EXTRA,
             ) from error
         raise ModelError.of(
             "the model's processor cannot be loaded",
@@ -279,9 +378,9 @@ def _without_other_media(directory: Path) -> Any | None:
         return None
 
 
-def _feature_id(directory: Path, processor: Any, *, trust_remote_code: bool) -> int | None:
-    """The token that stands for a feature of a picture: the model's, since the processor of some
-    names the one of its template.
+def _feature_ids(directory: Path, processor: Any, *, trust_remote_code: bool) -> tuple[int, ...]:
+    """The token that stands for a feature of a picture, and of a video if that has one: the
+    model's, since the processor of some names the one of its template.
     """
     from transformers import AutoConfig
 
@@ -291,9 +390,17 @@ def _feature_id(directory: Path, processor: Any, *, trust_remote_code: bool) -> 
         )
     except (OSError, ValueError, LookupError):
         config = None
-    names = ("image_token_id", "image_token_index")
-    ids = [*(getattr(config, name, None) for name in names), getattr(processor, names[0], None)]
-    return next((i for i in ids if isinstance(i, int)), None)
+    features = []
+    for kind in ("image", "video"):
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        ids = [*(getattr(config, name, None) for name in names), getattr(processor, names[0], None)]
+        features.append(next((i for i in ids if isinstance(i, int)), None))
+    return tuple(i for i in features if i is not None) if features[0] is not None else ()
+
+
+def named_class(processor: Any) -> str:
+    """The name of a processor's class in transformers."""
+    return next(one.__name__ for one in type(processor).__mro__ if one.__name__.endswith("Processor"))
 
 
 def _class_named(directory: Path) -> str:

@@ -18,11 +18,10 @@ A picture is a path, a data URL, the URL of a named host, or the bytes of an Arr
 import base64
 import binascii
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from unisono.base.named_hosts import PORTS, FetchError, NamedHosts
@@ -30,9 +29,12 @@ from unisono.base.text import one_line, redact
 from unisono.trainer.config.schema import DataSection
 from unisono.trainer.data import (
     BOX,
+    MEDIA_MARK,
     PICTURE,
     PICTURE_TAG,
     REF,
+    VIDEO,
+    VIDEO_TAG,
     Completion,
     Conversation,
     Example,
@@ -45,10 +47,9 @@ from unisono.trainer.data import (
     RowObjects,
     Turn,
 )
-from unisono.trainer.data.pictures.boxes import TAGS, read_objects
+from unisono.trainer.data.pictures.boxes import TAGS, read_objects, texts_of
 from unisono.trainer.data.pictures.videos import VideoReader
 
-VIDEO_TAG = "<video>"
 _TAG = re.compile(f"({PICTURE_TAG}|{VIDEO_TAG})")
 _TURNS = ("history", "messages", "conversations", "instruction", "input", "prompt", "output", "completion")
 """Columns with text, in the order of a conversation."""
@@ -141,13 +142,15 @@ class RowPictures:
         pictures: in the order of their places.
         inserted: whether they had no places.
         objects: of the places BOX and REF in its texts.
-        videos: how many of its pictures are frames.
+        rejected_objects: of those of the prompt and the rejected answer; None: the same.
+        videos: how many it has.
     """
 
     value: Mapping[str, object]
     pictures: tuple[PictureSource, ...]
     inserted: bool = False
     objects: RowObjects | None = None
+    rejected_objects: RowObjects | None = None
     videos: int = 0
 
 
@@ -158,7 +161,10 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         RowError: if places and pictures do not match, or a picture is none.
     """
     listed = [picture for name in columns.pictures for picture in _listed(row.get(name), name)]
-    objects = None if columns.objects is None else read_objects(row.get(columns.objects))
+    objects, of_rejected = (
+        None if columns.objects is None else read_objects(row.get(name))
+        for name in (columns.objects or "", "rejected_objects")
+    )
     films = [video for name in columns.videos for video in _films(row.get(name), name)]
     reader = _RowReader(listed, films, columns, objects)
     media = (*columns.pictures, *columns.videos)
@@ -175,11 +181,13 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
             raise RowError(
                 "chosen and rejected have different pictures", "write the same messages before both answers"
             )
-    reader.check_objects()
+    if objects is not None and any((objects.refs, objects.boxes)) and not (listed or reader.pictures):
+        raise RowError("it has names or boxes in the column objects, and no picture", "add the picture")
     reader.check_films()
     unplaced = listed[reader.used :]
     if not unplaced:
-        return RowPictures(value, tuple(reader.pictures), objects=objects, videos=reader.videos)
+        seen, videos = tuple(reader.pictures), reader.videos
+        return RowPictures(value, seen, objects=objects, rejected_objects=of_rejected, videos=videos)
     if reader.pictures or not columns.inserts:
         count = f"{len(listed)} picture{'s' * (len(listed) > 1)}"
         raise RowError(
@@ -187,7 +195,7 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
             f"write {PICTURE_TAG} in the text where each picture belongs",
         )
     pictures = tuple(reader.picture_of(one) for one in unplaced)
-    return RowPictures(value, pictures, inserted=True, objects=objects)
+    return RowPictures(value, pictures, inserted=True, objects=objects, rejected_objects=of_rejected)
 
 
 def with_pictures(example: Example, row: RowPictures) -> Example:
@@ -197,22 +205,55 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
         RowError: if it has no messages, or its own text has the mark.
     """
     if isinstance(example, Preference):
-        if row.objects is not None:
-            raise RowError("it has boxes, which preferences do not read", "write them as text")
-        return replace(example, answers=[_conversation_with(answer, row) for answer in example.answers])
+        chosen, *others = [_conversation_with(answer, row) for answer in example.answers]
+        own = row.rejected_objects
+        rejected = [_with_objects(one, own or row.objects, is_part=own is None) for one in others]
+        return replace(example, answers=[_with_objects(chosen, row.objects), *rejected])
     if isinstance(example, OpenPrompt):
         prompt, count = example.prompt, len(row.pictures)
         if row.inserted:
             prompt = PICTURE * count + prompt if isinstance(prompt, str) else _with_first(prompt, count)
         _check_places([("user", prompt)] if isinstance(prompt, str) else _texts_of(prompt), row)
-        return replace(example, prompt=prompt, pictures=row.pictures)
+        return _with_objects(
+            replace(example, prompt=prompt, pictures=row.pictures), row.objects, is_part=True
+        )
     if isinstance(example, Exchange):
+        if row.objects is not None and len(example.answers) > 1:
+            raise RowError(
+                "it has boxes, which pairs read with the model's own chat template only",
+                "set data.template: null, or write the boxes as text",
+            )
         if row.inserted:
             example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
         texts = [(turn.role, turn.content) for turn in (*example.prompt, *example.answers)]
         _check_places(texts, row)
-        return replace(example, pictures=row.pictures, objects=row.objects)
-    return _conversation_with(example, row)
+        return _with_objects(replace(example, pictures=row.pictures), row.objects)
+    return _with_objects(_conversation_with(example, row), row.objects)
+
+
+_Boxed = TypeVar("_Boxed", Conversation, Exchange, OpenPrompt)
+
+
+def _with_objects(example: _Boxed, objects: RowObjects | None, *, is_part: bool = False) -> _Boxed:
+    """The example with what the places of names and boxes in its texts stand for; `is_part`: others
+    may follow, of an answer that is not there.
+
+    Raises:
+        RowError: if the numbers differ.
+    """
+    if objects is None:
+        return example
+    text = "".join(texts_of(example))
+    refs, boxes = text.count(REF), text.count(BOX)
+    for tag, key, places, listed in (
+        ("<ref-object>", "ref", refs, len(objects.refs)),
+        ("<bbox>", "bbox", boxes, len(objects.boxes)),
+    ):
+        if places > listed or (places < listed and not is_part):
+            raise RowError(
+                f"it has {places} × {tag}, and objects has {listed} in {key}", "write one place for each"
+            )
+    return replace(example, objects=replace(objects, refs=objects.refs[:refs], boxes=objects.boxes[:boxes]))
 
 
 def _conversation_with(example: Example, row: RowPictures) -> Conversation:
@@ -235,7 +276,7 @@ def _conversation_with(example: Example, row: RowPictures) -> Conversation:
     if row.inserted:
         example = replace(example, messages=_with_first(example.messages, len(row.pictures)))
     _check_places(_texts_of(example.messages), row)
-    return replace(example, pictures=row.pictures, objects=row.objects)
+    return replace(example, pictures=row.pictures)
 
 
 def _texts_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
@@ -250,7 +291,7 @@ def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
     Raises:
         RowError: then.
     """
-    roles = [role for role, content in texts for _ in range(content.count(PICTURE))]
+    roles = [role for role, content in texts for _ in MEDIA_MARK.findall(content)]
     if len(roles) != len(row.pictures):
         raise RowError(
             f"of its {len(row.pictures)} pictures {len(roles)} have a place in messages that are read",
@@ -299,7 +340,6 @@ class _RowReader:
         self.used = self.videos = self._used_films = 0
         self._films = films
         self._objects = objects
-        self._tags: Counter[str] = Counter()
         self._listed = listed
         self._columns = columns
 
@@ -308,7 +348,6 @@ class _RowReader:
         copied = _RowReader(self._listed, self._films, self._columns, self._objects)
         copied.pictures, copied.used = list(self.pictures), self.used
         copied.videos, copied._used_films = self.videos, self._used_films
-        copied._tags = Counter(self._tags)
         return copied
 
     def turns(self, value: object) -> object:
@@ -320,25 +359,6 @@ class _RowReader:
         if isinstance(value, list):
             return [self.turns(one) for one in value]
         return value
-
-    def check_objects(self) -> None:
-        """Compares the places of names and boxes with those of the column.
-
-        Raises:
-            RowError: if they differ, or there is no picture.
-        """
-        if self._objects is None:
-            return
-        listed = {"<ref-object>": len(self._objects.refs), "<bbox>": len(self._objects.boxes)}
-        for tag, number in listed.items():
-            if self._tags[tag] != number:
-                key = "ref" if tag == "<ref-object>" else "bbox"
-                raise RowError(
-                    f"it has {self._tags[tag]} × {tag}, and objects has {number} in {key}",
-                    "write one place for each",
-                )
-        if any(listed.values()) and not self._listed and not self.pictures:
-            raise RowError("it has names or boxes in the column objects, and no picture", "add the picture")
 
     def check_films(self) -> None:
         """Compares the places of videos with those of the columns.
@@ -380,11 +400,10 @@ class _RowReader:
 
     def _plain(self, text: str) -> str:
         """The text with marks for names and boxes; it must have none before."""
-        mark = next((mark for mark in (PICTURE, BOX, REF) if mark in text), None)
+        mark = next((mark for mark in (PICTURE, VIDEO, BOX, REF) if mark in text), None)
         if mark is not None:
             raise RowError(f"its text has the character U+{ord(mark):04X}", "remove it")
         for tag, mark in TAGS.items() if self._objects is not None else ():
-            self._tags[tag] += text.count(tag)
             text = text.replace(tag, mark)
         return text
 
@@ -435,20 +454,17 @@ class _RowReader:
         return self._film(self._films[self._used_films - 1])
 
     def _film(self, value: object, keys: Mapping[str, object] | None = None) -> str:
-        """The marks of a video's frames, which are pictures of the row from now on.
-
-        The keys of a part may bound their pixels.
-        """
+        """The marks of a video, or of its frames. The keys of a part may bound their pixels."""
         value = value.get("url", value) if isinstance(value, dict) and "url" in value else value
         frames = [self.picture_of(one) for one in (value if isinstance(value, list) else [value])]
         name = frames[0].name if len(frames) == 1 else f"{frames[0].name} …" if frames else ""
         if not frames or any(frame.url is not None for frame in frames):
             raise RowError("a video has no frames, or is a URL", "write the path of a file or directory")
         assert self._columns.frames is not None, "the processor was loaded for it"
-        taken = self._columns.frames.frames(frames, name)
+        taken = self._columns.frames.sources(frames, name, lambda frame: _bounded(frame, keys or {}))
         self.videos += 1
-        self.pictures += [_bounded(frame, keys or {}) for frame in taken]
-        return PICTURE * len(taken)
+        self.pictures += taken
+        return "".join(one.mark for one in taken)
 
     def _take_listed(self) -> None:
         if self.used >= len(self._listed):

@@ -22,11 +22,11 @@ from unisono.base.files import read_json, write_json
 from unisono.base.named_hosts import NamedHosts
 from unisono.base.text import one_line
 from unisono.trainer.config.sections import FramesSection, PixelsSection
-from unisono.trainer.data import PictureSource, RowError
+from unisono.trainer.data import Clip, PictureSource, RowError
 from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
 from unisono.trainer.data.pictures.decoding import BadPictureError, decoding, read_picture_file, upright_rgb
 from unisono.trainer.data.pictures.kept_bytes import KeptBytes, fetch_all
-from unisono.trainer.data.pictures.processor import PictureProcessor, Size, fitted_size
+from unisono.trainer.data.pictures.processor import ClipTimes, PictureProcessor, Size, fitted_size
 from unisono.trainer.data.pictures.videos import VideoOrigin, VideoReader
 
 LIST_FILE = "pictures.json"
@@ -49,6 +49,9 @@ class TablePicture:
         changed_ns: when its file was changed last; 0 for a copy in the cache.
         several: whether it is one of several of a row, with a processor that minds.
         values: of its pixels, as the model gets them.
+        frames: of a video; empty for a picture.
+        times: of the frames, in seconds after the first one of the video.
+        seconds: of the video.
     """
 
     name: str
@@ -63,19 +66,49 @@ class TablePicture:
     changed_ns: int
     several: bool = False
     values: int = 0
+    frames: tuple["TablePicture", ...] = ()
+    times: tuple[float, ...] = ()
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "TablePicture":
+        """That of an entry of the list."""
+        frames = tuple(map(cls.of, entry["frames"]))
+        return cls(**{**entry, "frames": frames, "times": tuple(entry["times"])})
 
     @property
     def words(self) -> str:
         """Its name, size and tokens, for people."""
         how = ", resized" if self.resized else ""
+        how += f", {len(self.frames)} frames" if self.frames else ""
         return f"{one_line(self.name, limit=80)}: {self.width} × {self.height}{how}, {self.tokens} tokens"
 
+    @property
+    def files(self) -> "tuple[TablePicture, ...]":
+        """The pictures that it is made of: itself, or its frames."""
+        return self.frames or (self,)
+
+    def inputs(self, processor: PictureProcessor) -> dict[str, Any]:
+        """What the model gets of it, see `PictureProcessor.inputs`.
+
+        Raises:
+            BadPictureError: if it is missing, or has changed since it was listed.
+            RowError: if the processor refuses it.
+        """
+        if not self.frames:
+            return processor.inputs(self.pixels(), several=self.several)
+        return processor.clip_inputs(
+            [one.pixels() for one in self.frames], ClipTimes(self.times, self.seconds)
+        )
+
     def pixels(self) -> Any:
-        """The picture of Pillow, upright, in RGB, within the bounds.
+        """The picture of Pillow, upright, in RGB, within the bounds; of a video the first frame.
 
         Raises:
             BadPictureError: if it is missing, or has changed since it was listed.
         """
+        if self.frames:
+            return self.frames[0].pixels()
         data = read_picture_file(Path(self.file))
         if xxhash.xxh3_128(data).hexdigest() != self.digest:
             raise BadPictureError("it has changed since its row was prepared")
@@ -115,10 +148,12 @@ class PictureStore:
         self._decoded: dict[str, Decoded | Broken] = {}
         self._files: dict[str, str] = {}  # of those that were fetched
         self._numbers: dict[tuple[str, Size, bool], int] = {}
+        self._texts: list[str] = []
 
     def decode(self, sources: Iterable[PictureSource]) -> None:
         """Decodes those that are not known yet, several at once."""
-        new = {key: source for source in sources if (key := _key(source)) not in self._decoded}
+        files = (one for source in sources for one in source.decoded)
+        new = {key: source for source in files if (key := _key(source)) not in self._decoded}
         processes = len(os.sched_getaffinity(0))
         local = self._fetched(new)
         self._decoded |= zip(local, decode_all(list(local.values()), processes=processes), strict=True)
@@ -150,41 +185,80 @@ class PictureStore:
         return tuple(self._number(source, several=several) for source in sources)
 
     def _number(self, source: PictureSource, *, several: bool) -> int:
-        decoded = self._usable(source)
-        own = (decoded.width, decoded.height)
-        size = fitted_size(own, source, self._pixels)
-        several = several and self.processor.reads_rows
-        known = self._numbers.get((decoded.digest, size, several))
+        several = several and self.processor.reads_rows and source.clip is None
+        picture = self._listed(source) if source.clip is None else self._clip(source.name, source.clip)
+        key = picture.digest, (picture.width, picture.height), several
+        known = self._numbers.get(key)
         if known is not None:
             return known
+        size = picture.width, picture.height
         try:
-            text = self.processor.expansion(size, several=several)
+            if picture.frames:
+                times = ClipTimes(picture.times, picture.seconds)
+                text, values = self.processor.clip_expansion(size, times)
+            else:
+                text = self.processor.expansion(size, several=several)
+                values = self.processor.count_values(size, several=several)
         except RowError as error:
+            what = "video" if picture.frames else "picture"
             raise PictureError(
-                f"the picture {source.name} cannot be used: {error.why}", missing=False
+                f"the {what} {source.name} cannot be used: {error.why}", missing=False
             ) from error
         ids = self.processor.processor.tokenizer.encode(text, add_special_tokens=False)
         features = sum(i in self.processor.image_ids for i in ids)
-        file = source.file or self._files.get(_key(source)) or str(self._kept.keep(source.data or b""))
-        changed = decoded.changed_ns if source.file is not None else 0
+        self._texts.append(text)
         self.pictures.append(
-            TablePicture(
-                name=source.name,
-                file=file,
-                digest=decoded.digest,
-                width=size[0],
-                height=size[1],
-                resized=size != own,
-                tokens=len(ids),
-                features=features,
-                bytes=decoded.bytes,
-                changed_ns=changed,
-                several=several,
-                values=self.processor.count_values(size, several=several),
-            )
+            replace(picture, tokens=len(ids), features=features, several=several, values=values)
         )
-        self._numbers[decoded.digest, size, several] = len(self.pictures) - 1
+        self._numbers[key] = len(self.pictures) - 1
         return len(self.pictures) - 1
+
+    def _listed(self, source: PictureSource) -> TablePicture:
+        """A decoded picture, not yet with its tokens.
+
+        Raises:
+            PictureError: if it cannot be used.
+        """
+        decoded = self._usable(source)
+        own = (decoded.width, decoded.height)
+        size = fitted_size(own, source, self._pixels)
+        return TablePicture(
+            name=source.name,
+            file=source.file or self._files.get(_key(source)) or str(self._kept.keep(source.data or b"")),
+            digest=decoded.digest,
+            width=size[0],
+            height=size[1],
+            resized=size != own,
+            tokens=0,
+            features=0,
+            bytes=decoded.bytes,
+            changed_ns=decoded.changed_ns if source.file is not None else 0,
+        )
+
+    def _clip(self, name: str, clip: Clip) -> TablePicture:
+        """A video of decoded frames, not yet with its tokens.
+
+        Raises:
+            PictureError: if a frame cannot be used, or has another size than the first one.
+        """
+        frames = tuple(map(self._listed, clip.frames))
+        first = frames[0]
+        other = next((one for one in frames if (one.width, one.height) != (first.width, first.height)), None)
+        if other is not None:
+            sizes = " and ".join(f"{one.width} × {one.height}" for one in (first, other))
+            raise PictureError(
+                f"the video {name} cannot be used: its frames have {sizes} pixels", missing=False
+            )
+        parts = [*(one.digest for one in frames), *map(repr, clip.times), repr(clip.seconds)]
+        return replace(
+            first,
+            name=name,
+            digest=xxhash.xxh3_128(" ".join(parts).encode()).hexdigest(),
+            bytes=sum(one.bytes for one in frames),
+            frames=frames,
+            times=clip.times,
+            seconds=clip.seconds,
+        )
 
     def size(self, source: PictureSource) -> Size:
         """The size of a decoded picture in its file, upright.
@@ -224,8 +298,7 @@ class PictureStore:
 
     def expansion(self, number: int) -> str:
         """The text that takes the place of a picture."""
-        picture = self.pictures[number]
-        return self.processor.expansion((picture.width, picture.height), several=picture.several)
+        return self._texts[number]
 
     def digest(self) -> str:
         """Of the contents and sizes of all pictures, in order."""
@@ -271,7 +344,7 @@ def read_pictures(table: Path) -> list[TablePicture]:
     if not file.is_file():
         return []
     try:
-        return [TablePicture(**entry) for entry in read_json(file)["pictures"]]
+        return [TablePicture.of(entry) for entry in read_json(file)["pictures"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError.of(
             "the list of pictures of the prepared data cannot be read",
@@ -298,7 +371,7 @@ def changed_picture(table: Path) -> str | None:
     for video in (VideoOrigin(**entry) for entry in videos):
         if not video.is_same:
             return f"the video {video.name} has changed"
-    for picture in pictures:
+    for picture in (file for one in pictures for file in one.files):
         try:
             status = Path(picture.file).stat()
         except OSError:

@@ -61,6 +61,19 @@ class PixelLoader:
         """The numbers of the pictures of a row, as in the file of tokens."""
         return self._of_rows[row]
 
+    def has_video(self, row: int) -> bool:
+        """Whether the row has one that the model reads as such."""
+        return any(self._pictures[number].frames for number in self._of_rows[row])
+
+    def sample_video(self) -> list[Tensors]:
+        """The tensors of the first video; none if there is none.
+
+        Raises:
+            DataError: if it is not the one that was prepared.
+        """
+        numbers = [number for number, one in enumerate(self._pictures) if one.frames][:1]
+        return [self._tensors(number) for number in numbers]
+
     def load(
         self, numbers: Sequence[int], seeds: Sequence[int], steps: Sequence[int], /
     ) -> PictureInputs | None:
@@ -92,7 +105,7 @@ class PixelLoader:
             return self._kept[number]
         picture = self._pictures[number]
         try:
-            made = self.processor.inputs(picture.pixels(), several=picture.several)
+            made = picture.inputs(self.processor)
         except (BadPictureError, RowError) as error:
             raise _changed(picture, error, self._row_of(number)) from error
         if self.vision is not None and not self.vision.is_full:
@@ -117,7 +130,8 @@ class PixelLoader:
 
 def _changed(picture: TablePicture, error: Exception, row: str) -> DataError:
     """The error of a picture that is not the one that was prepared, with its row."""
-    what = f"the picture {picture.name} of {row} cannot be read any more"
+    medium = "video" if picture.frames else "picture"
+    what = f"the {medium} {picture.name} of {row} cannot be read any more"
     entry = find_cause("picture_changed")
     rank = read_environment().rank
     verdict = Verdict(

@@ -75,8 +75,8 @@ def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | N
 
 
 def probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
-    """The shortest rows with pictures, of which the second one may be the first again; None if the
-    training has no picture.
+    """The shortest rows with pictures, the first one with a video if any has; the second one may be
+    the first again. None if the training has no picture.
     """
     loader = _loader(plan, device)
     table = TokenTable.open(Path(plan.data.cache_dir), "train")
@@ -84,7 +84,8 @@ def probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
     seeing = [i for i, number in enumerate(stored) if loader.pictures_of(number)]
     if not seeing:
         return None
-    chosen = sorted(seeing, key=lengths.__getitem__)[:_PROBED_ROWS]
+    ordered = sorted(seeing, key=lengths.__getitem__)
+    chosen = ([i for i in ordered if loader.has_video(stored[i])][:1] + ordered)[:_PROBED_ROWS]
     chosen += chosen[: _PROBED_ROWS - len(chosen)]
     rows = [table.row(i)[0].tolist() for i in chosen]
     seen = [loader.load([stored[i]], [], []) for i in chosen]
@@ -98,8 +99,11 @@ def open_contents(
     del draws
     loader = _loader(plan, device)
     processor = loader.processor
-    sample = {name: value.to(device) for name, value in processor.inputs(drawn()).items()}
-    loader.vision = forward.frozen_vision(sample)
+    samples = [
+        {name: value.to(device) for name, value in one.items()}
+        for one in (processor.inputs(drawn()), *loader.sample_video())
+    ]
+    loader.vision = forward.frozen_vision(samples)
     ranks = max(len(plan.on_node(node.node_rank)) for node in plan.nodes)
     limit = plan.config.data.cache_bytes
     if loader.vision is not None:

@@ -55,7 +55,6 @@ _TAGS: dict[str, str | None] = {
     "function_tag": "function_call",
     "system_tag": "system",
 }
-_OTHER_MEDIA = ("videos", "audios")
 _FILE_TYPES = ("arrow", "csv", "json", "jsonl", "ndjson", "parquet", "tsv", "txt")
 _CLOUDS = ("s3://", "gs://", "gcs://")
 _ALPACA = {
@@ -67,7 +66,7 @@ _ALPACA = {
     "tools": "tools",
 }
 """Our columns, and those of an entry."""
-_KEPT = ("chosen", "rejected", "label", "images")
+_KEPT = ("chosen", "rejected", "label", "images", "videos")
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,22 +450,22 @@ class _DatasetEntry:
 
     def _check_media(self, stage: str) -> None:
         columns = self._columns
-        for name in _OTHER_MEDIA:
-            if columns[name]:
+        if columns["audios"]:
+            self._add(
+                f"the dataset {self._name} has audios, and unisono trains on text, pictures and videos only",
+                "columns",
+                "audios",
+                fix="remove columns.audios if its rows have none",
+            )
+        for name, what in (("images", "pictures"), ("videos", "videos")):
+            if columns[name] and stage not in ("sft", "dpo", "kto"):
                 self._add(
-                    f"the dataset {self._name} has {name}, and unisono trains on text and pictures only",
+                    f"the dataset {self._name} has {name}, and stage is {stage}",
                     "columns",
                     name,
-                    fix=f"remove columns.{name} if its rows have none",
+                    why=f"{what} are trained with the stages sft, dpo and kto only",
+                    fix=f"remove columns.{name} if its rows are text",
                 )
-        if columns["images"] and stage not in ("sft", "dpo", "kto"):
-            self._add(
-                f"the dataset {self._name} has images, and stage is {stage}",
-                "columns",
-                "images",
-                why="pictures are trained with the stages sft, dpo and kto only",
-                fix="remove columns.images if its rows are text",
-            )
 
     def _check_columns(self, stage: str) -> None:
         columns, tags, form = self._columns, self._tags, self._formatting
@@ -543,8 +542,7 @@ class _DatasetEntry:
         else:
             column, other = ("conversations", "messages")[:: 1 if form == "sharegpt" else -1]
             columns = {column: theirs["messages"], other: None} | {n: theirs[n] for n in ("system", "tools")}
-        if theirs["images"]:
-            columns["images"] = theirs["images"]
+        columns |= {name: theirs[name] for name in ("images", "videos") if theirs[name]}
         if is_pairs or is_kto:
             unread = ("conversations", "messages") if form == "alpaca" else ("instruction",)
             columns = dict.fromkeys(unread) | columns

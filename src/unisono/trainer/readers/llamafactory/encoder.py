@@ -19,7 +19,14 @@ from unisono.base.errors import DataError
 from unisono.trainer.config.named_templates import NamedTemplate, local_day
 from unisono.trainer.config.schema import RunConfig, SourceSection
 from unisono.trainer.config.sections import LF_PREFIX, Thinking
-from unisono.trainer.data import PICTURE, Example, Exchange, Messages, RowError, Turn
+from unisono.trainer.data import (
+    MEDIA_MARK,
+    Example,
+    Exchange,
+    Messages,
+    RowError,
+    Turn,
+)
 from unisono.trainer.data.control_tokens import (
     ControlTokens,
     ControlTokensMode,
@@ -29,7 +36,7 @@ from unisono.trainer.data.control_tokens import (
 from unisono.trainer.data.encode import LossOn, with_features
 from unisono.trainer.data.formats import FormatName, all_text, refuse_surrogates
 from unisono.trainer.data.ingest import balance
-from unisono.trainer.data.pictures.picture_template import picture_mark
+from unisono.trainer.data.pictures.picture_template import MediumMark, media_marks
 from unisono.trainer.data.pictures.store import PictureStore
 from unisono.trainer.data.preference_rows import JOINT, read_exchange
 from unisono.trainer.data.template import CHARACTERS, ChatTemplate
@@ -248,13 +255,10 @@ class LfEncoder:
             )
 
     @cached_property
-    def _picture_mark(self) -> str:
-        """See `picture_mark`."""
+    def _marks(self) -> Mapping[str, MediumMark]:
+        """See `media_marks`."""
         assert self.pictures is not None, "there are pictures"
-        processor = self.pictures.processor
-        return picture_mark(
-            processor.template, placeholder=processor.placeholder, tokenizer=processor.processor.tokenizer
-        )
+        return media_marks(self.pictures.processor)
 
     def _with_expansions(self, example: Exchange) -> Exchange:
         """The exchange with the text that stands for each picture.
@@ -265,13 +269,13 @@ class LfEncoder:
         store = self.pictures
         if store is None or not example.pictures:
             return example
-        placeholder, mark = store.processor.placeholder, self._picture_mark
-        numbers = store.numbers(example.pictures)
-        texts = iter(mark.replace(placeholder, store.expansion(number)) for number in numbers)
+        texts = iter(
+            self._marks[source.mark].filled(store.expansion(number))
+            for source, number in zip(example.pictures, store.numbers(example.pictures), strict=True)
+        )
 
         def expanded(turn: Turn) -> Turn:
-            first, *others = turn.content.split(PICTURE)
-            return replace(turn, content=first + "".join(next(texts) + part for part in others))
+            return replace(turn, content=MEDIA_MARK.sub(lambda _: next(texts), turn.content))
 
         return replace(
             example,

@@ -237,19 +237,35 @@ def _sources(draft: Draft, names: list[str] | None, key: str) -> list[dict[str, 
 
 _OF_PICTURES = (
     "image_max_pixels", "image_min_pixels", "media_dir",
+    "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
     "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model",
 )  # fmt: skip
 
 
+def _videos(draft: Draft) -> None:
+    """The frames of videos."""
+    names = {"fps": "video_fps", "max": "video_maxlen"}
+    names |= {"pixels.min": "video_min_pixels", "pixels.max": "video_max_pixels"}
+    for ours, key in names.items():
+        draft.put(f"data.frames.{ours}", draft.values[key], key)
+    if draft.values["use_audio_in_video"]:
+        draft.refuse("use_audio_in_video", "the sound of videos is not read", "set it to false")
+
+
 def _pictures(draft: Draft, sources: list[dict[str, object]]) -> None:
-    """The sizes of pictures and the trained parts, if a dataset has pictures."""
+    """The sizes of pictures and the trained parts, if a dataset has pictures or videos."""
     values = draft.values
-    columns = [source.get("columns") for source in sources]
-    if not any(isinstance(one, dict) and one.get("images") for one in columns):
-        for key in _OF_PICTURES:
-            if values.is_set(key):
-                draft.ignore(key, "only with images")
+    columns = [one for source in sources if isinstance(one := source.get("columns"), dict)]
+    has_videos = any(one.get("videos") for one in columns)
+    sees = has_videos or any(one.get("images") for one in columns)
+    for key in _OF_PICTURES:
+        of_videos = key.startswith("video_")
+        if values.is_set(key) and not (has_videos if of_videos else sees):
+            draft.ignore(key, "only with videos" if of_videos else "only with images")
+    if not sees:
         return
+    if has_videos:
+        _videos(draft)
     for key in ("image_do_pan_and_scan", "crop_to_patches"):
         if values[key]:
             draft.refuse(key, "pictures are cut as the model's processor does by default", "set it to false")
