@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,24 +117,67 @@ def test_a_decoder_that_dies_takes_no_other_picture_with_it(tmp_path: Path) -> N
     assert isinstance(good, Decoded)
 
 
-def test_a_decoder_that_is_killed_makes_one_picture_bad_and_is_started_again(tmp_path: Path) -> None:
+_DECODER = "unisono.trainer.data.pictures.decoder"
+
+
+@pytest.mark.parametrize(("name", "is_good"), [("SIGKILL", True), ("SIGSEGV", False)])
+def test_a_decoder_that_is_killed_is_started_again(tmp_path: Path, name: str, *, is_good: bool) -> None:
+    """A picture may cause a SIGSEGV, which makes it bad; a SIGKILL is from outside."""
     (tmp_path / "good.png").write_bytes(PNG)
     source = PictureSource(str(tmp_path / "good.png"), None, "good.png")
 
     with contextlib.closing(DecoderProcess()) as decoder:
         assert isinstance(decoder.decode(source), Decoded)
-        (child,) = children_of(os.getpid(), "unisono.trainer.data.pictures.decoder")
-        os.kill(child, signal.SIGKILL)
-        broken, again = decoder.decode(source), decoder.decode(source)
+        (child,) = children_of(os.getpid(), _DECODER)
+        os.kill(child, getattr(signal, name))
+        first, again = decoder.decode(source), decoder.decode(source)
 
-    assert broken == Broken("decoding it ended its process (-9)")
     assert isinstance(again, Decoded)
+    assert first == (again if is_good else Broken("decoding it ended its process (SIGSEGV, exit code -11)"))
+
+
+@pytest.mark.parametrize("often", [1, 4])
+def test_a_preparation_whose_decoders_are_killed_ends_and_names_the_picture(
+    gallery: Gallery, tmp_path: Path, often: int
+) -> None:
+    file = _write(tmp_path, [_row("a.png"), _row("b.png")], {"a.png": PNG, "b.png": PNG + b" "})
+    killed: list[int] = []
+    is_over = threading.Event()
+
+    def kill_decoders() -> None:
+        while len(killed) < often and not is_over.wait(0.001):
+            for child in children_of(os.getpid(), _DECODER):
+                if child not in killed:
+                    os.kill(child, signal.SIGKILL)
+                    killed.append(child)
+
+    killer = threading.Thread(target=kill_decoders)
+    killer.start()
+    try:
+        if often == 1:
+            assert gallery.plan("llava", **_data(file)).data.ledger["pictures"] == 2
+        else:
+            with pytest.raises(DataError) as caught:
+                gallery.plan("llava", **_data(file))
+            first, second = caught.value.problems[:2]
+            assert (first.where, second.where) == (f"{file}:1", f"{file}:2")
+            why = "the process that decoded it was killed 2 times (SIGKILL, exit code -9)"
+            assert first.why == f"the picture a.png cannot be used: {why}"
+            assert second.why == f"the picture b.png cannot be used: {why}"
+    finally:
+        is_over.set()
+        killer.join()
+    assert len(killed) == often
 
 
 def children_of(parent: int, word: str) -> list[int]:
     """Processes that this one started, with a word in their command line."""
-    listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in listed if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    found = []
+    for file in Path(f"/proc/{parent}/task").glob("*/children"):  # a thread has its own
+        with contextlib.suppress(OSError):  # it has ended
+            listed = file.read_text().split()
+            found += [int(pid) for pid in listed if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    return found
 
 
 @pytest.mark.parametrize(

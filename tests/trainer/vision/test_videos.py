@@ -1,11 +1,16 @@
-"""Videos in rows are frames, one after the other, for models without tokens of videos.
+"""Videos in rows are frames, one after the other, for models without tokens of videos; for others
+see test_video_tokens.
 
 Run: pytest tests/trainer/vision/test_videos.py
 """
 
 import json
 import os
+import re
+import struct
 from collections.abc import Sequence
+from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from tests.trainer.vision.conftest import Gallery
 from unisono.base.errors import DataError
 from unisono.trainer.data.pictures import film
 from unisono.trainer.data.pictures.decoding import BadPictureError
-from unisono.trainer.data.pictures.film import FrameRequest, keep_frames, sampled
+from unisono.trainer.data.pictures.film import FrameRequest, KeptFrames, keep_frames, sampled
 from unisono.trainer.data.pictures.store import read_pictures
 from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 
@@ -196,24 +201,160 @@ def test_a_broken_video_makes_its_row_bad(gallery: Gallery, folder: Path, name: 
     assert why in problem.why
 
 
-def test_models_with_tokens_of_videos_are_refused_by_name(gallery: Gallery, folder: Path) -> None:
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="they are read with torchvision")
+def test_models_with_tokens_of_videos_need_torchvision(gallery: Gallery, folder: Path) -> None:
     with pytest.raises(DataError) as caught:
         _plan(gallery, folder, _row(["film.gif"]), "qwen3_vl")
 
-    assert "Qwen3VLProcessor has tokens of its own for videos" in caught.value.problems[0].why
+    (problem,) = caught.value.problems
+    assert "Qwen3VLProcessor reads videos with torchvision, which is not installed" in problem.why
+    assert "pip install 'unisono[vision]'" in str(problem.fix)
 
 
-def _write_film(file: Path, container: str, codec: str) -> None:
+def test_frames_have_bounds_of_their_own(gallery: Gallery, folder: Path) -> None:
+    turns = ("<image>and <video>: what?", "it gets brighter")
+    row = _row(["film"], *turns, images=["film/frame_11.png"])
+    frames = {"max": 2, "pixels": {"max": 768}}
+
+    plan = _plan(gallery, folder, row, frames=frames, pixels={"max": 1000})
+
+    sizes = [(one.width, one.height) for one in read_pictures(Path(plan.data.cache_dir))]
+    assert sizes == [(36, 27), (32, 24), (32, 24)]
+
+
+def _write_film(file: Path, container: str, codec: str, **more: Any) -> None:
+    """The film, or other `frames`, at `times` in milliseconds; with `options` of the container and
+    `sound`.
+    """
     import av
 
-    with av.open(str(file), "w", format=container) as out:
+    frames = more.get("frames", [_frame(number) for number in range(_FRAMES)])
+    with av.open(str(file), "w", format=container, options=more.get("options", {})) as out:
         stream = out.add_stream(codec, rate=4)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(_FRAMES):
-            for packet in stream.encode(av.VideoFrame.from_image(_frame(number))):
+        if "times" in more:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        sound = out.add_stream("pcm_s16le", rate=16000) if more.get("sound") else None
+        out.start_encoding()
+        for number, image in enumerate(frames):
+            frame = av.VideoFrame.from_image(image)
+            if "times" in more:
+                frame.pts, frame.time_base = more["times"][number], Fraction(1, 1000)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+        if sound is not None:
+            silence = np.zeros((1, 16000), dtype=np.int16)
+            wave = av.AudioFrame.from_ndarray(silence, format="s16", layout="mono")
+            wave.sample_rate, wave.pts = 16000, 0
+            out.mux([*sound.encode(wave), *sound.encode()])
+
+
+def _kept(file: Path, *, fps: float | None = None, most: int = 99) -> KeptFrames:
+    return keep_frames(FrameRequest(str(file), fps, most, str(file.parent / "kept")))
+
+
+def test_the_rotation_of_a_phone_is_applied(tmp_path: Path) -> None:
+    """In an MP4 file it is a matrix of the track: what was filmed upright is stored on its side."""
+    needs.package("av")
+    image = Image.new("RGB", (64, 48), (0, 0, 0))
+    image.paste((250, 250, 250), (0, 0, 16, 12))  # at the top left
+    _write_film(tmp_path / "film.mp4", "mp4", "mpeg4", frames=[image] * 3)
+    data = bytearray((tmp_path / "film.mp4").read_bytes())
+    matrix = data.index(b"tkhd") + 44
+
+    for entries, turned in (
+        ((0, 1, 0, -1, 0, 0), -90),
+        ((-1, 0, 0, 0, -1, 0), 180),
+        ((0, -1, 0, 1, 0, 0), 90),
+    ):
+        data[matrix : matrix + 24] = struct.pack(">6i", *(entry << 16 for entry in entries))
+        file = tmp_path / f"turned{turned}.mp4"
+        file.write_bytes(data)
+        frame = Image.open(_kept(file).files[0])
+        expected = image.rotate(turned, expand=True)  # counterclockwise
+        assert frame.size == expected.size
+        assert np.abs(np.asarray(frame).astype(int) - np.asarray(expected)).mean() < 6
+
+
+@pytest.mark.parametrize(("container", "name"), [("mp4", "film.mp4"), ("matroska", "film.mkv")])
+def test_frames_of_a_variable_rate_have_their_times(tmp_path: Path, container: str, name: str) -> None:
+    needs.package("av")
+    times = [0, 100, 200, 1000, 3000, 3100, 3200, 3300, 3400, 5000, 5100, 6000]
+    _write_film(tmp_path / name, container, "mpeg4", times=times)
+
+    kept = _kept(tmp_path / name)
+
+    assert kept.times == pytest.approx([time / 1000 for time in times])
+    assert kept.seconds == pytest.approx(6.25, abs=0.3), "how long the last one lasts is not in each file"
+    assert len(_kept(tmp_path / name, fps=1.0).files) == 6
+
+
+def test_a_film_that_was_trimmed_without_encoding_it_again_is_whole(tmp_path: Path) -> None:
+    """As phones do: an edit list names the part that is shown."""
+    needs.package("av")
+    import av
+
+    _write_film(tmp_path / "film.mp4", "mp4", "mpeg4")
+    source = av.open(str(tmp_path / "film.mp4"))
+    options = {"avoid_negative_ts": "disabled"}
+    with source, av.open(str(tmp_path / "trimmed.mp4"), "w", options=options) as out:
+        stream = out.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None and packet.pts is not None and packet.duration is not None:
+                packet.pts, packet.dts = (at - 5 * packet.duration for at in (packet.pts, packet.dts))
+                packet.stream = stream
                 out.mux(packet)
-        for packet in stream.encode():
-            out.mux(packet)
+
+    kept = _kept(tmp_path / "trimmed.mp4")
+
+    shown = [float(np.asarray(Image.open(file)).mean()) for file in kept.files]
+    assert np.allclose(shown, [20 * number for number in range(5, _FRAMES)], atol=6)
+    assert kept.seconds == pytest.approx(1.75)
+
+
+DAMAGED: dict[str, tuple[str, dict[str, Any], float, str]] = {
+    "mp4, index at its end": ("mp4", {}, 0.3, "it is truncated or damaged: Invalid data found"),
+    "mp4, index at its end, little missing": ("mp4", {}, 0.6, "it has no pictures"),
+    "mp4, index first": (
+        "mp4", {"options": {"movflags": "faststart"}}, 0.8, "it is truncated: it has 7 frames, in 1.75 of 3.00 s",
+    ),
+    "mkv": ("matroska", {}, 0.6, "it is truncated: it has 5 frames, in 1.25 of 3.00 seconds"),
+    "mkv with sound": ("matroska", {"sound": True}, 0.05, "it is truncated"),
+    "avi": ("avi", {}, 0.95, "it is truncated or damaged: Invalid data found"),
+    "mkv without frames": ("matroska", {"frames": []}, 1.0, "it is truncated or damaged: End of file"),
+    "mp4 without frames": ("mp4", {"frames": []}, 1.0, "it has no frame that can be decoded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_missing_of_a_video_is_named(tmp_path: Path, name: str) -> None:
+    needs.package("av")
+    container, more, share, why = DAMAGED[name]
+    file = tmp_path / "film"
+    _write_film(file, container, "mpeg4", **more)
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * share)])
+
+    with pytest.raises(BadPictureError, match=re.escape(why)):
+        _kept(file)
+
+
+def test_a_file_of_sound_alone_is_a_bad_row(gallery: Gallery, folder: Path) -> None:
+    needs.package("av")
+    import av
+
+    with av.open(str(folder / "sound.mkv"), "w", format="matroska") as out:
+        stream = out.add_stream("pcm_s16le", rate=16000)
+        wave = av.AudioFrame.from_ndarray(np.zeros((1, 800), dtype=np.int16), format="s16", layout="mono")
+        wave.sample_rate = 16000
+        out.mux([*stream.encode(wave), *stream.encode()])
+
+    with pytest.raises(DataError) as caught:
+        _plan(gallery, folder, _row(["sound.mkv"]))
+
+    assert (
+        "the video sound.mkv cannot be used: it has no pictures, only sound" in caught.value.problems[0].why
+    )
 
 
 @pytest.mark.parametrize(

@@ -188,10 +188,7 @@ def boxed(example: Example) -> list[Conversation | Exchange | OpenPrompt]:
 
 
 def _filled_messages(messages: Sequence[Message], marks: Mapping[str, Iterator[str]]) -> list[Message]:
-    return [
-        {**message, "content": _filled(str(message["content"]), marks)}  # type: ignore[misc]  # same keys
-        for message in messages
-    ]
+    return [{**message, "content": _filled(str(message["content"]), marks)} for message in messages]
 
 
 def _filled_turn(turn: Turn, marks: Mapping[str, Iterator[str]]) -> Turn:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -35,6 +36,7 @@ _MEMORY_BYTES = 2 << 30
 _LENGTH = struct.Struct("<cQ")
 _FEW = 64  # pictures for which one process is enough
 _SHOWN = 200
+_TRIES = 2  # processes for a picture, if the first one is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,16 @@ class DecoderProcess:
         return answer if isinstance(answer, Broken) else KeptFrames(**answer)
 
     def _ask(self, kind: bytes, body: bytes) -> dict[str, Any] | Broken:
+        answer: dict[str, Any] | int = -signal.SIGKILL
+        for _ in range(_TRIES):
+            if answer == -signal.SIGKILL:  # from outside, e.g. for lack of memory: not by the picture
+                answer = self._answer(kind, body)
+        if isinstance(answer, int):
+            return Broken(_death_words(answer))
+        return Broken(answer["why"]) if "why" in answer else answer
+
+    def _answer(self, kind: bytes, body: bytes) -> dict[str, Any] | int:
+        """What the process says; its exit code if it ended instead."""
         process = self._process = self._process or self._start()
         stdin, stdout = _pipes(process)
         try:
@@ -118,12 +130,10 @@ class DecoderProcess:
             line = stdout.readline()
         except OSError:
             line = b""
-        if not line:
-            code = self._ended(process)
-            how = f"took more than {CPU_S:g} s of CPU time" if code == -24 else f"ended its process ({code})"
-            return Broken(f"decoding it {how}")
+        if not line.endswith(b"\n"):
+            return self._ended(process)
         answer: dict[str, Any] = json.loads(line)
-        return Broken(answer["why"]) if "why" in answer else answer
+        return answer
 
     @staticmethod
     def _start() -> "subprocess.Popen[bytes]":
@@ -143,6 +153,16 @@ class DecoderProcess:
             stdin.close()
         stdout.close()
         return process.wait()
+
+
+def _death_words(code: int) -> str:
+    """How a process ended that had to decode a picture, for people."""
+    if code == -signal.SIGXCPU:
+        return f"decoding it took more than {CPU_S:g} s of CPU time"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+    if code == -signal.SIGKILL:
+        return f"the process that decoded it was killed {_TRIES} times ({name}, exit code {code})"
+    return f"decoding it ended its process ({name}, exit code {code})"
 
 
 def _pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:

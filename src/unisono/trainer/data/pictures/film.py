@@ -4,6 +4,7 @@ through PyAV. Only the frames that are sampled are kept.
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -170,22 +171,41 @@ def _times(path: Path, container: str) -> tuple[list[float], float | None]:
 
     with open_plain(path) as file, av.open(file, format=container) as opened:
         if not opened.streams.video:
-            raise BadPictureError("it has no pictures, only sound")
+            has_sound = bool(opened.streams.audio)
+            raise BadPictureError("it has no pictures, only sound" if has_sound else "it has no pictures")
         stream = opened.streams.video[0]
+        usual = 1 / float(stream.average_rate) if stream.average_rate else 0.0
         times: list[float | None] = []
+        end = 0.0
         for frame in opened.decode(stream):
             times.append(frame.time)
             _refuse_large(frame.width, frame.height, len(times))
+            lasts = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else usual
+            end = max(end, (frame.time or 0.0) + lasts)
         if not times:
             raise BadPictureError("it has no frame that can be decoded")
-        if stream.frames > len(times):
-            raise BadPictureError(f"it is truncated: it has {len(times)} of {stream.frames} frames")
-        rate = float(stream.average_rate) if stream.average_rate else 0.0
+        listed = _listed_seconds(opened, stream)
     known = [time for time in times if time is not None]
     if len(known) < len(times):
         return [0.0] * len(times), None
-    after_first = [time - known[0] for time in known]
-    return after_first, max(after_first) + (1 / rate if rate else 0.0)
+    first = known[0]
+    if listed is not None and end + usual / 2 < 0.99 * listed:
+        seconds = f"{end:.2f} of {listed:.2f} seconds"
+        raise BadPictureError(f"it is truncated: it has {len(times)} frames, in {seconds}")
+    return [time - first for time in known], end - first
+
+
+def _listed_seconds(opened: Any, stream: Any) -> float | None:
+    """When the frames of a video end by its file; None: it does not say. The number of frames in a
+    file does not count: of a film that was trimmed on a phone some are never shown.
+    """
+    if stream.duration is not None:
+        return float((stream.duration + (stream.start_time or 0)) * stream.time_base)
+    clock = re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
+    if clock:  # of Matroska
+        hours, minutes, seconds = map(float, clock.groups())
+        return hours * 3600 + minutes * 60 + seconds
+    return opened.duration / 1e6 if opened.duration and len(opened.streams) == 1 else None
 
 
 def _decoded(path: Path, container: str, numbers: Sequence[int]) -> Iterator[Any]:
