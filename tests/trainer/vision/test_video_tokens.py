@@ -6,6 +6,7 @@ It needs torchvision, with which transformers reads videos.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests import needs
+from tests.trainer.vision import picture_rewards
 from tests.trainer.vision.conftest import Gallery
 from tests.trainer.vision.test_parity import by_hand
 from tests.vision_models import COLORS, SHAPES, draw
@@ -141,3 +143,62 @@ def test_frames_of_different_sizes_make_a_bad_row(gallery: Gallery, films: Path,
         _plan(gallery, "qwen3_vl", file)
 
     assert "its frames have 40 × 40 and 50 × 40 pixels" in caught.value.problems[0].why
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_answers_to_prompts_with_videos_are_sampled_and_trained(
+    gallery: Gallery, films: Path, tmp_path: Path, family: str
+) -> None:
+    read = [json.loads(line) for line in films.read_text().splitlines()]
+    prompts = [
+        {
+            "prompt": row["messages"][0]["content"],
+            "videos": [str(films.parent / name) for name in row["videos"]],
+        }
+        for row in read
+        if len(row.get("videos", ())) == 1
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
+    plan = _plan(
+        gallery,
+        family,
+        file,
+        objective="grpo",
+        rewards=[f"{picture_rewards.__file__}:first_byte"],
+        data={"packing": False},
+        batch={"global": 8, "micro": 2},
+        rollout={"group": 4, "max_new_tokens": 5},
+        grpo={"truncated": "keep"},
+        optim={"lr": 1e-3},
+        duration="2 steps",
+    )
+
+    done = gallery.alone(plan)
+
+    differences = [line["sampler_difference"] for line in done.metrics if "sampler_difference" in line]
+    assert len(differences) == 2
+    assert max(differences) < 1e-5
+    record = TokenTable.open(Path(plan.data.cache_dir), "train").record(0)
+    assert "<video>" in json.dumps(record["prompt"])
+    columns = record["columns"]
+    assert isinstance(columns, dict)
+    assert columns["videos"] == [str(films.parent / "film-0")]
+
+
+def test_pairs_with_videos_begin_at_the_loss_of_equal_answers(
+    gallery: Gallery, films: Path, tmp_path: Path
+) -> None:
+    pair = {
+        "prompt": "<video>what is this?",
+        "chosen": "a red square",
+        "rejected": "a dog",
+        "videos": [str(films.parent / "film-0")],
+    }
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(f"{json.dumps(pair)}\n" * 4)
+
+    done = gallery.alone(_plan(gallery, "qwen3_vl", file, objective="dpo"))
+
+    assert done.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert done.losses[-1] < 0.5

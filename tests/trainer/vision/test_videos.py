@@ -322,7 +322,7 @@ DAMAGED: dict[str, tuple[str, dict[str, Any], float, str]] = {
     "mkv with sound": ("matroska", {"sound": True}, 0.05, "it is truncated"),
     "avi": ("avi", {}, 0.95, "it is truncated or damaged: Invalid data found"),
     "mkv without frames": ("matroska", {"frames": []}, 1.0, "it is truncated or damaged: End of file"),
-    "mp4 without frames": ("mp4", {"frames": []}, 1.0, "it has no frame that can be decoded"),
+    "mp4 without frames": ("mp4", {"frames": []}, 1.0, "it has no pictures"),
 }  # fmt: skip
 
 
