@@ -297,6 +297,27 @@ def llama4(directory: Path) -> None:
     _save_parts(directory, model, config, settings, own, "Llama4Processor", patch_size=14)
 
 
+def smolvlm(directory: Path) -> None:
+    """SmolVLM: Idefics3 with words around the frames of a video."""
+    own = tokenizer()
+    config = T.SmolVLMConfig(
+        vision_config=EYE,
+        text_config=T.LlamaConfig(vocab_size=len(own), pad_token_id=0, **TEXT),
+        image_token_id=own.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    sizes = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+    sampling = {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 56}}
+    processor = T.SmolVLMProcessor(
+        image_processor=T.SmolVLMImageProcessor(**sizes),
+        tokenizer=own,
+        video_processor=T.SmolVLMVideoProcessor(video_sampling=sampling, **sizes),
+        image_seq_len=4,
+        chat_template=chatml("<image>", "<video>"),
+    )
+    _save(directory, T.SmolVLMForConditionalGeneration, config, processor)
+
+
 def _qwen(directory: Path, kind: Any, config: Any, processor: str, **eye: Any) -> None:
     own = tokenizer()
     ids = {name: own.convert_tokens_to_ids(f"<|{token}|>") for name, token in _QWEN_TOKENS.items()}
@@ -425,6 +446,8 @@ NEED_TORCHVISION: dict[str, Callable[[Path], None]] = {
     "llama4": llama4,
 }
 """Families whose processors need torchvision also for pictures."""
+if find_spec("num2words"):
+    NEED_TORCHVISION["smolvlm"] = smolvlm
 if find_spec("torchvision"):
     FAMILIES |= NEED_TORCHVISION
 

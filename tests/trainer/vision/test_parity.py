@@ -41,7 +41,8 @@ def frames_by_hand(folder: Path) -> tuple[list[Image.Image], dict[str, Any]]:
     files = sorted(folder.iterdir())
     numbers = np.linspace(0, len(files) - 1, min(len(files), 8)).astype(int).tolist()
     frames = [Image.open(files[number]).convert("RGB") for number in numbers]
-    return frames, {"fps": 2.0, "total_num_frames": len(files), "frames_indices": numbers}
+    length = {"total_num_frames": len(files), "duration": len(files) / 2}
+    return frames, {"fps": 2.0, **length, "frames_indices": numbers}
 
 
 class Collator:
@@ -52,7 +53,7 @@ class Collator:
 
     def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         messages = [self._messages(row) for row in rows]
-        texts = [self._processor.apply_chat_template(one, tokenize=False) for one in messages]
+        texts = [self._rendered(one) for one in messages]
         batch = self._called(texts, rows)
         labels = torch.full_like(batch["input_ids"], -100)
         for number, (row, turns) in enumerate(zip(rows, messages, strict=True)):
@@ -65,8 +66,14 @@ class Collator:
     def _messages(self, row: Row) -> list[Row]:
         return [{"role": turn["role"], "content": _parts(turn["content"])} for turn in row["messages"]]
 
+    def _rendered(self, turns: list[Row], **more: bool) -> str:
+        # SmolVLM's processor has a template of its own for videos unless one is passed.
+        template = self._processor.chat_template
+        text: str = self._processor.apply_chat_template(turns, template, tokenize=False, **more)
+        return text
+
     def _length(self, row: Row, turns: list[Row], *, prompt: bool) -> int:
-        text = self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+        text = self._rendered(turns, add_generation_prompt=prompt)
         types = [part["type"] for turn in turns for part in turn["content"]]
         media = {
             column: row.get(column, [])[: types.count(kind)]

@@ -94,7 +94,13 @@ def _prompt_of(row: RawRow | BadRow, folders: Sequence[Path]) -> Prompt | Proble
             "add a column `prompt` (text) or `messages` (a list of {role, content})",
         )
     columns = PictureColumns(
-        (column,), _PICTURES, ("content",), inserts=True, folders=folders, hosts=NO_HOSTS
+        (column,),
+        _PICTURES,
+        ("content",),
+        inserts=True,
+        folders=folders,
+        hosts=NO_HOSTS,
+        videos=("videos", "video"),
     )
     try:
         taken = take_pictures(row.value, columns)

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unisono.base.child import loading_modules
 from unisono.base.errors import ModelError, UsageError
 from unisono.base.files import read_object
@@ -192,11 +190,12 @@ class PictureProcessor:
         from PIL import Image
 
         blank = Image.new("RGB", size, (127, 127, 127))
-        made = self._called_on_clip([blank] * len(times.times), times, return_text_replacement_offsets=True)
+        options = {"return_text_replacement_offsets": True, "return_tensors": "pt"}
+        made = self._called_on_clip([blank] * len(times.times), times, **options)
         places = made.get("text_replacement_offsets")
         if not places or len(places[0]) != 1:
             raise self._refusal("it does not report what takes the place of a video")
-        if np.ndim(made.get("pixel_values_videos", 0)) == _STACKED:
+        if getattr(made.get("pixel_values_videos"), "ndim", 0) == _STACKED:
             name = named_class(self.processor)
             raise RowError(
                 f"{name} gives videos as a stack, in which all need the same number of frames",

@@ -85,7 +85,7 @@ class PictureColumns:
         hosts: from which pictures may be fetched.
         objects: the column with boxes.
         videos: columns with videos.
-        frames: samples their frames; None as long as no row was found to have one.
+        frames: samples their frames; None: videos are refused.
         sides: columns with text of which each continues `turns`.
     """
 
@@ -460,7 +460,10 @@ class _RowReader:
         name = frames[0].name if len(frames) == 1 else f"{frames[0].name} …" if frames else ""
         if not frames or any(frame.url is not None for frame in frames):
             raise RowError("a video has no frames, or is a URL", "write the path of a file or directory")
-        assert self._columns.frames is not None, "the processor was loaded for it"
+        if self._columns.frames is None:
+            raise RowError(
+                "it has a video, and only pictures are read here", "write frames of it as pictures"
+            )
         taken = self._columns.frames.sources(frames, name, lambda frame: _bounded(frame, keys or {}))
         self.videos += 1
         self.pictures += taken
