@@ -25,7 +25,7 @@ from unisono.trainer.model.forward import PictureInputs
 
 pytestmark = pytest.mark.processes  # pictures are decoded in them
 
-PACKED = {"llava", "idefics3", "llava_next", "llava_onevision", "internvl", "pixtral", "mistral3"}
+PACKED = {"llava", "idefics3", "smolvlm", "llava_next", "llava_onevision", "internvl", "pixtral", "mistral3"}
 PADDED = {
     "gemma3": "all layers: rows with pictures in one sequence influence each other",
     "gemma4": "all layers: rows with pictures in one sequence influence each other",

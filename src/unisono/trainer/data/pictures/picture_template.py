@@ -131,8 +131,9 @@ def with_placeholders(
     marks = media_marks(processor)
     if uses_own and processor.template is not None and (template is None or template.text is None):
         is_same = processor.template == getattr(tokenizer, "chat_template", None)
-        text, origin = (None, "the tokenizer's") if is_same else (processor.template, "the processor's")
-        return PictureTemplate(tokenizer, text, f"{origin} own", tuple(stops), marks)
+        text = None if is_same else processor.template
+        origin = "the tokenizer's own" if is_same else "the processor's own"
+        return PictureTemplate(tokenizer, text, origin, tuple(stops), marks)
     if template is None:
         return None
     values = {name: getattr(template, name) for name in ("tokenizer", "text", "origin", "known_stops")}
