@@ -108,7 +108,7 @@ class PictureProcessor:
         features = _feature_ids(directory, self.processor, trust_remote_code=trust_remote_code)
         if not self.placeholder or not features:
             raise self._refusal("it has no token for the place of a picture")
-        videos = getattr(self.processor, _VIDEOS, None)
+        videos: Any = getattr(self.processor, _VIDEOS, None)
         self.video_placeholder = None if videos is None else getattr(self.processor, "video_token", None)
         if getattr(videos, "cap_pixels_per_frame", False) is None:
             videos.cap_pixels_per_frame = False  # as transformers 5.23 has it; later ones may not
