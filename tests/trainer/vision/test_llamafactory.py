@@ -19,7 +19,7 @@ from tests.vision_models import draw
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
-from unisono.trainer.config.schema import sources_of as sources_of_data
+from unisono.trainer.config.data_sections import sources_of as sources_of_data
 from unisono.trainer.data import PICTURE
 from unisono.trainer.data.pictures.picture_template import media_marks
 from unisono.trainer.data.pictures.processor import PictureProcessor
