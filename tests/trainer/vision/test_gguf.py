@@ -6,6 +6,8 @@ Run: pytest tests/trainer/vision/test_gguf.py
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 
@@ -94,6 +97,62 @@ def features(file: Path, pixels: torch.Tensor) -> torch.Tensor:
     pooled = functional.avg_pool2d(value.T.unflatten(1, (side, side))[None], scale)[0].flatten(1).T
     normed = functional.rms_norm(pooled, pooled.shape[1:], tensors["mm.soft_emb_norm.weight"], 1e-6)
     return normed @ tensors["mm.input_projection.weight"]
+
+
+@pytest.mark.parametrize("quantize", ["f32", "f16"])
+def test_llama_cpp_answers_about_a_picture_as_transformers_does(tmp_path: Path, quantize: str) -> None:
+    """llama.cpp's server, of the package xllamacpp. The picture has the size that the tower gets:
+    it resizes others in another way.
+    """
+    needs.package("xllamacpp")
+    writable_gemma3(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", quantize=quantize)
+    processor = processor_of(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    answers: dict[str, list[int]] = {}
+    for color in ("red", "blue"):
+        draw(color, "circle", size=(56, 56)).save(tmp_path / f"{color}.png")
+        answered = subprocess.run(
+            [sys.executable, "-c", _ANSWER, str(tmp_path), quantize, color],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        picture = Image.open(tmp_path / f"{color}.png")
+        pixels = processor(text=["<start_of_image>"], images=[[picture]], return_tensors="pt")["pixel_values"]
+        text = "what is <start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image> in the picture"
+        ids = torch.tensor([processor.tokenizer.encode(text, add_special_tokens=False)])
+        feature = processor.tokenizer.convert_tokens_to_ids("<image_soft_token>")
+        asked = ids.shape[1]
+        for _ in range(8):
+            kinds = (ids == feature).long()
+            with torch.no_grad():
+                logits = model(input_ids=ids, pixel_values=pixels, token_type_ids=kinds).logits[0, -1]
+            ids = torch.cat([ids, logits.argmax()[None, None]], dim=1)
+        answers[color] = ids[0, asked:].tolist()
+        assert json.loads(answered.stdout.splitlines()[-1]) == answers[color]
+    assert answers["red"] != answers["blue"]
+
+
+_ANSWER = """
+import base64, json, pathlib, sys, urllib.request
+import xllamacpp
+folder, quantize, color = sys.argv[1:]
+params = xllamacpp.CommonParams()
+params.model.path = f"{folder}/out/model-{quantize}.gguf"
+params.mmproj.path = f"{folder}/out/mmproj-{quantize}.gguf"
+params.mmproj_use_gpu = params.warmup = False
+params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 512, 1, 1
+server = xllamacpp.Server(params)
+address = server.listening_address
+mark = json.load(urllib.request.urlopen(f"{address}/props"))["media_marker"]
+picture = base64.b64encode(pathlib.Path(folder, f"{color}.png").read_bytes()).decode()
+prompt = {"prompt_string": f"what is {mark} in the picture", "multimodal_data": [picture]}
+body = {"prompt": prompt, "n_predict": 8, "temperature": 0.0, "return_tokens": True}
+request = urllib.request.Request(f"{address}/completion", json.dumps(body).encode())
+answer = json.load(urllib.request.urlopen(request))
+print(json.dumps(answer["tokens"]))
+"""
 
 
 @pytest.mark.parametrize(("quantize", "tolerance"), [("f32", 1e-5), ("f16", 1e-2)])
