@@ -203,11 +203,11 @@ def test_boxes_of_pairs_stand_in_the_prompt_and_in_each_answer(gallery: Gallery,
         "<|box_start|>(101,201),(150,266)<|box_end|>",
         "<|box_start|>(401,601),(550,666)<|box_end|>",
     )
-    asked = f"Is the <|object_ref_start|>sheep<|object_ref_end|> in {first}?"
+    question = f"Is the <|object_ref_start|>sheep<|object_ref_end|> in {first}?"
 
     chosen, rejected = _sides(gallery, folder, model, row)
-    assert asked in chosen
-    assert asked in rejected
+    assert question in chosen
+    assert question in rejected
     assert f"no: {second}" in chosen
     assert "yes" in rejected
 

@@ -172,12 +172,12 @@ def test_a_preparation_whose_decoders_are_killed_ends_and_names_the_picture(
 
 def children_of(parent: int, word: str) -> list[int]:
     """Processes that this one started, with a word in their command line."""
-    found = []
+    pids = []
     for file in Path(f"/proc/{parent}/task").glob("*/children"):  # a thread has its own
         with contextlib.suppress(OSError):  # it has ended
             listed = file.read_text().split()
-            found += [int(pid) for pid in listed if word in Path(f"/proc/{pid}/cmdline").read_text()]
-    return found
+            pids += [int(pid) for pid in listed if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    return pids
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_a_file_of_prompts_has_pictures_as_rows_have_them(folder: Path) -> None:
 
     rows[3] = {"prompt": "What is this?", "images": ["pictures/missing.png"]}
     rows[4] = {"prompt": "<image> or <image>?", "images": ["pictures/1.png"]}
+    rows.append({"prompt": "<video>what?", "videos": ["pictures"]})
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     refused = front_server.run(
@@ -117,4 +118,5 @@ def test_a_file_of_prompts_has_pictures_as_rows_have_them(folder: Path) -> None:
     assert refused.returncode == 2, refused.stderr
     assert "prompts.jsonl:4" in refused.stderr
     assert "prompts.jsonl:5" in refused.stderr
+    assert "it has a video, and only pictures are read here" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -123,13 +123,13 @@ def test_llama_cpp_answers_about_a_picture_as_transformers_does(tmp_path: Path, 
         text = "what is <start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image> in the picture"
         ids = torch.tensor([processor.tokenizer.encode(text, add_special_tokens=False)])
         feature = processor.tokenizer.convert_tokens_to_ids("<image_soft_token>")
-        asked = ids.shape[1]
+        length = ids.shape[1]
         for _ in range(8):
             kinds = (ids == feature).long()
             with torch.no_grad():
                 logits = model(input_ids=ids, pixel_values=pixels, token_type_ids=kinds).logits[0, -1]
             ids = torch.cat([ids, logits.argmax()[None, None]], dim=1)
-        answers[color] = ids[0, asked:].tolist()
+        answers[color] = ids[0, length:].tolist()
         assert json.loads(answered.stdout.splitlines()[-1]) == answers[color]
     assert answers["red"] != answers["blue"]
 

@@ -690,7 +690,7 @@ def _with_pictures(job: _EncodeJob, sources: Sequence[PictureSource], store: Pic
         for match in re.finditer(known, job.text)
         if not any(first <= match.start() < end for first, end in job.escaped)
     ]
-    if [place[0] for place in places] != marks:
+    if [match[0] for match in places] != marks:
         mark = places[0][0] if places else marks[0]
         if not sources:
             raise RowError(
@@ -706,11 +706,11 @@ def _with_pictures(job: _EncodeJob, sources: Sequence[PictureSource], store: Pic
     numbers = store.numbers(sources)
     pieces: list[str] = []
     moved, first = [(0, 0)], 0  # from a place on, so many characters more
-    for place, number in zip(places, numbers, strict=True):
+    for match, number in zip(places, numbers, strict=True):
         text = store.expansion(number)
-        pieces += (job.text[first : place.start()], text)
-        first = place.end()
-        moved.append((first, moved[-1][1] + len(text) - len(place[0])))
+        pieces += (job.text[first : match.start()], text)
+        first = match.end()
+        moved.append((first, moved[-1][1] + len(text) - len(match[0])))
     pieces.append(job.text[first:])
 
     def span(one: Span) -> Span:

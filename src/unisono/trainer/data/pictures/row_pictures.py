@@ -206,8 +206,8 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
     """
     if isinstance(example, Preference):
         chosen, *others = [_conversation_with(answer, row) for answer in example.answers]
-        own = row.rejected_objects
-        rejected = [_with_objects(one, own or row.objects, is_part=own is None) for one in others]
+        objects, is_part = row.rejected_objects or row.objects, row.rejected_objects is None
+        rejected = [_with_objects(one, objects, is_part=is_part) for one in others]
         return replace(example, answers=[_with_objects(chosen, row.objects), *rejected])
     if isinstance(example, OpenPrompt):
         prompt, count = example.prompt, len(row.pictures)

@@ -220,15 +220,15 @@ class PictureStore:
             PictureError: if it cannot be used.
         """
         decoded = self._usable(source)
-        own = (decoded.width, decoded.height)
-        size = fitted_size(own, source, self._pixels)
+        in_file = (decoded.width, decoded.height)
+        size = fitted_size(in_file, source, self._pixels)
         return TablePicture(
             name=source.name,
             file=source.file or self._files.get(_key(source)) or str(self._kept.keep(source.data or b"")),
             digest=decoded.digest,
             width=size[0],
             height=size[1],
-            resized=size != own,
+            resized=size != in_file,
             tokens=0,
             features=0,
             bytes=decoded.bytes,
