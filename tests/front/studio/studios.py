@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests import front_server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 TINY = "model: builtin:tiny\ndata:\n  train: rows.jsonl\n"
 
@@ -111,6 +114,18 @@ def studio_of(root: Path, *options: str) -> Iterator[RunningStudio]:
             yield studio
         finally:
             studio.end()
+
+
+def opened(browser: "Browser", url: str, errors: list[str], **options: Any) -> "Page":
+    """A page that is complete."""
+    context = browser.new_context(viewport={"width": options.pop("width", 1280), "height": 900}, **options)
+    context.set_default_timeout(120_000)  # the machine may be busy
+    page = context.new_page()
+    page.on("console", lambda one: errors.append(one.text) if one.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(url)
+    page.wait_for_selector("[data-built]")
+    return page
 
 
 def write_rows(folder: Path, count: int = 60) -> Path:

@@ -5,51 +5,23 @@ Run: .venv/bin/python -m pytest tests/front/studio/test_page.py
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.front.board.boards import chromium
-from tests.front.studio.studios import TINY, studio_of, until, write_rows
+from tests.front.studio.studios import TINY, opened, studio_of, until, write_rows
 from tests.needs import lacking
 from unisono.front.studio.page import OWN_STATIC, words
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("closed"),
     pytest.mark.skipif(bool(lacking("chromium")), reason=lacking("chromium") or "-"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of playwright's own process
 ]
 AXE = Path(__file__).parents[1] / "board" / "axe" / "axe.min.js"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Debian's Chromium."""
-    with chromium() as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def closed(browser: Browser) -> Iterator[None]:
-    """No page of a test that is over asks its server beside the next."""
-    yield
-    for context in browser.contexts:
-        context.close()
-
-
-def opened(browser: Browser, url: str, errors: list[str], **options: Any) -> Page:
-    """A page that is complete."""
-    context = browser.new_context(viewport={"width": options.pop("width", 1280), "height": 900}, **options)
-    context.set_default_timeout(120_000)  # the machine may be busy
-    page = context.new_page()
-    page.on("console", lambda one: errors.append(one.text) if one.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(url)
-    page.wait_for_selector("[data-built]")
-    return page
 
 
 def yaml_of(page: Page) -> str:
@@ -130,6 +102,57 @@ def test_form_and_yaml_follow_each_other(browser: Browser, tmp_path: Path) -> No
         page.wait_for_selector("#rows mark.loss")
         assert "0 it is</s>" in page.locator("#rows pre mark").all_inner_texts()[0]
     assert [one for one in errors if "ERR_CONNECTION" not in one and "INCOMPLETE" not in one] == []
+
+
+@pytest.mark.ranks
+def test_a_run_is_stopped_resumed_extended_and_begun_afresh_on_the_page(
+    browser: Browser, tmp_path: Path
+) -> None:
+    write_rows(tmp_path)
+    text = f"{TINY}batch: {{global: 2}}\ncheckpoint: {{every: 30 steps, read_back: false}}\nduration: 80 steps\noutput_dir: runs/one\n"
+    errors: list[str] = []
+    with studio_of(tmp_path) as studio:
+        page = opened(browser, studio.url, errors)
+
+        def press(name: str, state: str) -> None:
+            page.locator("#s-run").get_by_role("button", name=name, exact=True).first.click()
+            page.wait_for_selector(f"html[data-run='one {state}']")
+
+        page.locator("#yaml").fill(text)
+        until(lambda: page.get_by_label("Output directory").input_value() == "runs/one")
+        page.get_by_role("button", name="Start", exact=True).click()
+        until(lambda: (studio.row("one").get("step") or 0) > 1)
+        press("Stop", "interrupted")
+        press("Resume", "completed")
+        page.get_by_role("button", name="Extend").click()
+        page.get_by_label("New duration").fill("84 steps")
+        page.keyboard.press("Enter")
+        until(lambda: studio.row("one")["step"] == 84)
+        page.wait_for_selector("html[data-run='one completed']")
+        page.get_by_role("button", name="Start again from scratch").click()
+        page.locator(".note").get_by_role("button", name="Start again from scratch").click()
+        until(lambda: (tmp_path / "runs" / "one.old-1").is_dir())
+        until(lambda: studio.row("one").get("state") == "completed")
+    assert [one for one in errors if "ERR_CONNECTION" not in one and "INCOMPLETE" not in one] == []
+
+
+WORDS = {
+    "per_device_train_batch_size": "batch.per_rank", "batch size": "batch.global", "gradient accumulation": "batch.accumulate",
+    "gradient_accumulation_steps": "batch.accumulate", "cutoff_len": "data.max_length", "learning rate": "optim.lr", "lora_r": "adapter.rank",
+    "批大小": "batch.global", "学习率": "optim.lr",
+}  # fmt: skip
+
+
+def test_settings_are_found_by_the_words_of_people_and_of_other_tools(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with studio_of(tmp_path) as studio:
+        page = opened(browser, studio.url, [])
+        page.get_by_text(re.compile("All settings")).click()
+        for words_, key in WORDS.items():
+            page.get_by_label("Search settings").fill(words_)
+            page.locator(f"#a-{key.replace('.', chr(92) + '.')}").wait_for()
+            until(lambda: 0 < page.locator("details .field:visible").count() < 12)
 
 
 def test_a_file_of_llamafactory_fills_the_form(browser: Browser, tmp_path: Path) -> None:

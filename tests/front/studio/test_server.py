@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,10 @@ import pytest
 
 from tests.front.studio.studios import TINY, RunningStudio, studio_of, until, write_rows
 from tests.front_server import run as run_front
+from tests.jobs.nodes.network_namespaces import Loopback, Own
+from tests.ports import free_port
 from unisono.front.studio.form import FIRST, FIRST_OF, form
+from unisono.guard.control.protocol import new_token
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.yaml_file import all_keys
 
@@ -114,6 +118,69 @@ def test_a_run_is_stopped_resumed_and_extended(tmp_path: Path) -> None:
         )
         assert (state_of(studio, "one"), studio.row("one")["problems"]) == ("completed", [])
         assert steps_of(tmp_path, "one") == list(range(1, goal + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_stopped_run_is_resumed_and_a_finished_one_begun_afresh(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    with studio_of(tmp_path) as studio:
+        studio.post("start", text=config("one", "60 steps"))
+        until(lambda: len(steps_of(tmp_path, "one")) > 1)
+        assert studio.post("steer", action="stop", name="one").status == 200
+        until(lambda: state_of(studio, "one") == "interrupted" and studio.row("one")["start"] == "ended")
+        stopped = len(steps_of(tmp_path, "one"))
+        assert studio.row("one")["steps"][0] == stopped, "the last checkpoint can be chosen"
+        assert studio.post("steer", action="resume", name="one").status == 200
+        until(lambda: state_of(studio, "one") == "completed" and studio.row("one")["start"] == "ended")
+        assert (stopped < 60, steps_of(tmp_path, "one")) == (True, list(range(1, 61)))
+        assert studio.post("steer", action="fresh", name="one").status == 200
+        old = tmp_path / "runs" / "one.old-1"
+        until(lambda: old.is_dir() and state_of(studio, "one") == "completed")
+        assert steps_of(tmp_path, "one.old-1") == steps_of(tmp_path, "one")
+        assert studio.row("one")["problems"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_launcher_of_the_owner_starts_a_run_on_two_nodes(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    token, head = tmp_path / "token", f"127.0.0.1:{free_port()}"
+    token.write_text(new_token())
+    token.chmod(0o600)
+    options = ["--nodes=2", f"--head={head}", f"--token-file={token}", "--nproc=1"]
+    launchers = {"pair": {"node-rank": 0, **dict(one.removeprefix("--").split("=", 1) for one in options)}}
+    (tmp_path / "launchers.yaml").write_text(json.dumps(launchers))
+    with studio_of(tmp_path, "--launchers", str(tmp_path / "launchers.yaml")) as studio:
+        assert studio.get("/api/studio/session")["launchers"] == ["pair"]
+        text = config("one", "4 steps")
+        assert studio.post("start", text=text, launcher="slurm").whats == [
+            "this studio has no launcher 'slurm'"
+        ]
+        assert "--nodes=2" in studio.post("draft", text=text, launcher="pair").json["command"]
+        assert studio.post("start", text=text, launcher="pair").status == 200
+        words = ["train", "studio/configs/one-1.yaml", "--node-rank=1", *options]
+        second = Loopback().command(1, [sys.executable, "-m", "unisono", *words], Own())
+        with subprocess.Popen(
+            second, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as other:
+            said = other.communicate(timeout=240)[0]
+        assert other.returncode == 0, said
+        until(lambda: state_of(studio, "one") == "completed")
+        assert steps_of(tmp_path, "one") == [1, 2, 3, 4]
+        assert json.loads((tmp_path / "runs" / "one" / "plan.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pair: {output_dir: x}", "pair: {resume: 1}", "pair: 3", "pair: {launcher: {a: b}}", "[", "pair: {}"],
+)
+def test_a_file_of_launchers_has_only_options_that_say_where_ranks_are(tmp_path: Path, text: str) -> None:
+    (tmp_path / "launchers.yaml").write_text(text)
+    words = ["studio", "--no-open", "--root", str(tmp_path), "--launchers", str(tmp_path / "launchers.yaml")]
+    refused = run_front([sys.executable, "-m", "unisono", *words])
+    assert refused.returncode == 2
+    assert "launchers.yaml" in refused.stderr
 
 
 @pytest.mark.slow
