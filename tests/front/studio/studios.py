@@ -128,6 +128,33 @@ def opened(browser: "Browser", url: str, errors: list[str], **options: Any) -> "
     return page
 
 
+_TIMED = """(key) => {
+  const yaml = document.getElementById("yaml"), times = window.times = [];
+  document.getElementById(key).addEventListener("keydown", () => {
+    const began = performance.now(), text = yaml.value;
+    const look = () => yaml.value === text ? requestAnimationFrame(look) : times.push(performance.now() - began);
+    requestAnimationFrame(look);
+  });
+}"""
+
+
+def typed_ms(page: "Page", field: str, text: str) -> list[float]:
+    """Milliseconds from each key that is typed into a field to the frame with its YAML."""
+    page.locator(f"[id='{field}']").focus()
+    page.evaluate(_TIMED, field)
+    for count, key in enumerate(text, start=1):
+        page.keyboard.press(key)
+        page.wait_for_function("(count) => window.times.length === count", arg=count)
+    times: list[float] = page.evaluate("window.times")
+    return times
+
+
+def first_paint_ms(page: "Page") -> float:
+    """Milliseconds from the beginning of the navigation to the first text on the page."""
+    entry = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    return float(page.evaluate(entry))
+
+
 def write_rows(folder: Path, count: int = 60) -> Path:
     """Rows of prompts and answers."""
     path = folder / "rows.jsonl"

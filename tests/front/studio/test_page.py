@@ -5,13 +5,14 @@ Run: .venv/bin/python -m pytest tests/front/studio/test_page.py
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.front.studio.studios import TINY, opened, studio_of, until, write_rows
+from tests.front.studio.studios import TINY, first_paint_ms, opened, studio_of, typed_ms, until, write_rows
 from tests.needs import lacking
 from unisono.front.studio.page import OWN_STATIC, words
 
@@ -131,7 +132,7 @@ def test_a_run_is_stopped_resumed_extended_and_begun_afresh_on_the_page(
         page.wait_for_selector("html[data-run='one completed']")
         page.get_by_role("button", name="Start again from scratch").click()
         page.locator(".note").get_by_role("button", name="Start again from scratch").click()
-        until(lambda: (tmp_path / "runs" / "one.old-1").is_dir())
+        until((tmp_path / "runs" / "one.old-1").is_dir)
         until(lambda: studio.row("one").get("state") == "completed")
     assert [one for one in errors if "ERR_CONNECTION" not in one and "INCOMPLETE" not in one] == []
 
@@ -153,6 +154,15 @@ def test_settings_are_found_by_the_words_of_people_and_of_other_tools(
             page.get_by_label("Search settings").fill(words_)
             page.locator(f"#a-{key.replace('.', chr(92) + '.')}").wait_for()
             until(lambda: 0 < page.locator("details .field:visible").count() < 12)
+
+
+def test_the_page_is_painted_and_a_key_is_in_the_yaml_at_once(browser: Browser, tmp_path: Path) -> None:
+    with studio_of(tmp_path) as studio:
+        page = opened(browser, studio.url, [])
+        assert first_paint_ms(page) < 5_000, "five times the bound"
+        page.get_by_text(re.compile("All settings")).click()  # all fields follow the YAML, too
+        times = typed_ms(page, "f-output_dir", "-a-long-name")
+        assert statistics.median(times) < 500, "five times the bound"
 
 
 def test_a_file_of_llamafactory_fills_the_form(browser: Browser, tmp_path: Path) -> None:

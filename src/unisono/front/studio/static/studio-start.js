@@ -140,6 +140,8 @@ const save = () => {
   URL.revokeObjectURL(link.href);
 };
 
+const openFile = h("input", { type: "file", accept: ".yaml,.yml,.json", hidden: true, on: { change: async (event) => { nextText = await event.target.files[0].text(); event.target.value = ""; touched.clear(); send(); } } });
+
 const dataField = (one) => {
   const file = h("input", { type: "file", hidden: true, on: { change: (event) => { takeUpload(event.target.files[0]); event.target.value = ""; } } });
   parts.uploading = h("div");
@@ -190,7 +192,7 @@ export const buildStart = async (call) => {
   parts.more = h("div", { class: "grid-fields" }, more.map((key) => makeField(byKey.get(key), "o")));
   const left = h("form", { on: { submit: start } }, section("new_run", parts.above, modelField(byKey.get("model.path")), dataField(byKey.get("data.train")), methodFields(), parts.more,
     h("div", { class: "grid-fields" }, keys.map((key) => makeField(byKey.get(key)))), launcherField(), allFields(), h("div", { class: "actions" }, parts.start, button("preview_rows", preview)), parts.below));
-  const right = h("div", { class: "side" }, section("yaml_title", h("p", { class: "soft" }, t("yaml_help")), parts.yaml, h("div", { class: "actions" }, button("save_yaml", save), parts.command)), section("plan_title", parts.plan), section("rows_title", h("p", { class: "soft" }, t("rows_help")), parts.rows));
+  const right = h("div", { class: "side" }, section("yaml_title", h("p", { class: "soft" }, t("yaml_help")), parts.yaml, h("div", { class: "actions" }, button("save_yaml", save), button("open_yaml", () => openFile.click()), openFile, parts.command)), section("plan_title", parts.plan), section("rows_title", h("p", { class: "soft" }, t("rows_help")), parts.rows));
   await suggest(false);
   return h("div", { class: "columns-2" }, left, right);
 };
