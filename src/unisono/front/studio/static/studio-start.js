@@ -174,6 +174,7 @@ const allFields = () => {
       shown.push([node, plainText(`${one.key} ${one.names.join(" ")} ${inBoth(`f_${one.key}`)} ${one.help.en} ${one.help.zh}`)]);
       box.append(node);
     }
+    filter();  // something may have been typed before `toggle` arrives
     show();
   };
   return h("details", { on: { toggle: build } }, h("summary", {}, t("all_settings", { n: form.fields.length })), h("div", { class: "inner" }, search, box));
