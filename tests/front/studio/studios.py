@@ -163,6 +163,13 @@ def write_rows(folder: Path, count: int = 60) -> Path:
     return path
 
 
+def steps_of(root: Path, name: str) -> list[int]:
+    """The steps in a run's metrics."""
+    path = root / "runs" / name / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if '"loss"' in line]
+
+
 def until(condition: Callable[[], Any], *, limit_s: float = 180.0) -> Any:
     """Waits for an event, with a limit; what it gave."""
     began = time.monotonic()

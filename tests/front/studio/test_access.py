@@ -49,7 +49,7 @@ def test_files_that_are_not_a_certificate_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("x")
     cert = str(tmp_path / "cert.pem")
     assert "cannot be used" in refusal(tmp_path, "--tls-cert", cert)
-    assert "cannot be used" in refusal(tmp_path, "--tls-cert", str(tmp_path / "none.pem"))
+    assert "is not a file" in refusal(tmp_path, "--tls-cert", str(tmp_path / "none.pem"))
     assert "has no certificate" in refusal(tmp_path, "--tls-key", cert)
 
 

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.front.studio.studios import TINY, first_paint_ms, opened, studio_of, typed_ms, until, write_rows
+from tests.front.studio.studios import (
+    TINY,
+    first_paint_ms,
+    opened,
+    steps_of,
+    studio_of,
+    typed_ms,
+    until,
+    write_rows,
+)
 from tests.needs import lacking
 from unisono.front.studio.page import OWN_STATIC, words
 
@@ -124,6 +133,8 @@ def test_a_run_is_stopped_resumed_extended_and_begun_afresh_on_the_page(
         page.get_by_role("button", name="Start", exact=True).click()
         until(lambda: (studio.row("one").get("step") or 0) > 1)
         press("Stop", "interrupted")
+        stopped = studio.row("one")["step"]
+        assert studio.row("one")["steps"][0] == stopped < 80, "its checkpoint can be chosen"
         press("Resume", "completed")
         page.get_by_role("button", name="Extend").click()
         page.get_by_label("New duration").fill("84 steps")
@@ -134,6 +145,8 @@ def test_a_run_is_stopped_resumed_extended_and_begun_afresh_on_the_page(
         page.locator(".note").get_by_role("button", name="Start again from scratch").click()
         until((tmp_path / "runs" / "one.old-1").is_dir)
         until(lambda: studio.row("one").get("state") == "completed")
+    for name in ("one.old-1", "one"):
+        assert steps_of(tmp_path, name) == list(range(1, 85)), "no gap, and the longer duration"
     assert [one for one in errors if "ERR_CONNECTION" not in one and "INCOMPLETE" not in one] == []
 
 

@@ -197,7 +197,7 @@ def test_a_checkpoint_is_chosen_and_answers_are_compared_on_the_page(
     page.get_by_label("Result of").select_option("one\n4")
     page.locator("[data-side=result] h3").get_by_text("one, step 4").wait_for()
     until(lambda: page.locator("[data-side][data-state=ready]").count() == 2)
-    assert "step-00000004" in page.locator("[data-side=result] [role=status]").inner_text()
+    assert "one at step 4" in page.locator("[data-side=result] [role=status]").inner_text()
     page.get_by_label("Message").fill("say 7")
     page.keyboard.press("Enter")
     page.wait_for_selector("[data-side=result] li[data-done]")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.front.studio.studios import TINY, RunningStudio, studio_of, until, write_rows
+from tests.front.studio.studios import TINY, RunningStudio, steps_of, studio_of, until, write_rows
 from tests.front_server import run as run_front
 from tests.jobs.nodes.network_namespaces import Loopback, Own
 from tests.ports import free_port
@@ -27,13 +27,6 @@ CHEAP = "batch: {global: 2}\ncheckpoint: {every: 3 steps, read_back: false}\nopt
 
 def config(name: str, duration: str) -> str:
     return f"{TINY}{CHEAP}duration: {duration}\noutput_dir: runs/{name}\n"
-
-
-def steps_of(root: Path, name: str) -> list[int]:
-    """The steps in a run's metrics."""
-    path = root / "runs" / name / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)["step"] for line in lines if '"loss"' in line]
 
 
 def state_of(studio: RunningStudio, name: str) -> str:
@@ -118,27 +111,6 @@ def test_a_run_is_stopped_resumed_and_extended(tmp_path: Path) -> None:
         )
         assert (state_of(studio, "one"), studio.row("one")["problems"]) == ("completed", [])
         assert steps_of(tmp_path, "one") == list(range(1, goal + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_stopped_run_is_resumed_and_a_finished_one_begun_afresh(tmp_path: Path) -> None:
-    write_rows(tmp_path)
-    with studio_of(tmp_path) as studio:
-        studio.post("start", text=config("one", "60 steps"))
-        until(lambda: len(steps_of(tmp_path, "one")) > 1)
-        assert studio.post("steer", action="stop", name="one").status == 200
-        until(lambda: state_of(studio, "one") == "interrupted" and studio.row("one")["start"] == "ended")
-        stopped = len(steps_of(tmp_path, "one"))
-        assert studio.row("one")["steps"][0] == stopped, "the last checkpoint can be chosen"
-        assert studio.post("steer", action="resume", name="one").status == 200
-        until(lambda: state_of(studio, "one") == "completed" and studio.row("one")["start"] == "ended")
-        assert (stopped < 60, steps_of(tmp_path, "one")) == (True, list(range(1, 61)))
-        assert studio.post("steer", action="fresh", name="one").status == 200
-        old = tmp_path / "runs" / "one.old-1"
-        until(lambda: old.is_dir() and state_of(studio, "one") == "completed")
-        assert steps_of(tmp_path, "one.old-1") == steps_of(tmp_path, "one")
-        assert studio.row("one")["problems"] == []
 
 
 @pytest.mark.slow

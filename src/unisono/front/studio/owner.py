@@ -48,6 +48,9 @@ class ServerAccess:
                     " SSH tunnel needs no --host"
                 ),
             )
+        for option, file in (("--tls-cert", self.certificate), ("--tls-key", self.certificate_key)):
+            if file is not None and not file.is_file():
+                raise UsageError.of(f"{file} is not a file", where=option, fix="give a file in PEM")
         if self.certificate is None and self.certificate_key is not None:
             raise UsageError.of("--tls-key has no certificate", where="--tls-key", fix="add --tls-cert FILE")
         if self.proxy:
