@@ -225,10 +225,13 @@ def test_axe_finds_nothing_in_any_view(
     browser: Browser, tmp_path: Path, language: str, scheme: Any, width: int
 ) -> None:
     write_rows(tmp_path)
-    with studio_of(tmp_path) as studio:
+    (tmp_path / "launchers.yaml").write_text("pair: {nproc: 2}\n")
+    with studio_of(tmp_path, "--allow-push", "--launchers", str(tmp_path / "launchers.yaml")) as studio:
         url = f"{studio.url}&lang={language}"
         page = opened(browser, url, [], color_scheme=scheme, width=width, bypass_csp=True)
         page.locator("#f-model\\.path").fill("builtin:tiny")
+        page.locator("#launcher").select_option("pair")
+        until(lambda: "--nproc=2" in page.locator(".command").inner_text())
         page.locator("#f-optim\\.lr").fill("x")
         until(lambda: page.locator("[aria-invalid=true]").count())
         page.locator("#s-new_run details summary").click()

@@ -95,26 +95,23 @@ def test_an_evaluation_has_figures_and_a_file_of_predictions(studio: RunningStud
     assert shown["columns"] == ["one"]
     assert shown["rows"][7]["reference"] == "7 it is"
     assert "say 7" in shown["rows"][7]["prompt"]
-    first = task_of(studio, studio.post("evaluate", name="one", step=4, data="rows.jsonl").json)
-    assert first["run"] == "one @ 4"
-    assert first["answer"]["loss"] > task["answer"]["loss"], "the checkpoint has learned less"
 
 
-def test_two_runs_and_a_base_model_answer_the_same_prompts(studio: RunningStudio) -> None:
-    sides = [{"name": "one"}, {"name": "two", "step": 4}, {"name": "one", "base": True}]
+def test_a_checkpoint_and_a_base_model_answer_the_same_prompts(studio: RunningStudio) -> None:
+    sides = [{"name": "one", "step": 8}, {"name": "one", "base": True}]
     group = studio.post("compare", sides=sides, data="prompts.txt").json["group"]
 
     def ended() -> bool:
         tasks = [one for one in studio.get("/api/studio/runs")["tasks"] if one["group"] == group]
-        return len(tasks) == 3 and all(one["state"] in ("done", "failed") for one in tasks)
+        return len(tasks) == 2 and all(one["state"] in ("done", "failed") for one in tasks)
 
     until(ended)
     shown = studio.get(f"/api/studio/answers?group={group}")
-    assert shown["columns"] == ["one", "two @ 4", "one (base)"]
+    assert shown["columns"] == ["one @ 8", "one (base)"]
     assert [row["prompt"] for row in shown["rows"]] == ["say 7", "say 8"]
     answers = [row["answers"] for row in shown["rows"]]
     assert all(isinstance(text, str) for row in answers for text in row)
-    assert any(row[0] != row[2] for row in answers), "training changed an answer"
+    assert any(row[0] != row[1] for row in answers), "training changed an answer"
 
 
 def test_an_adapter_a_merged_model_and_gguf_are_taken_away(studio: RunningStudio) -> None:
@@ -214,10 +211,5 @@ def test_a_checkpoint_is_chosen_and_answers_are_compared_on_the_page(
     with page.expect_download() as downloaded:
         page.locator("[data-kind=evaluate]").first.get_by_role("link", name="Download").click()
     assert len(Path(downloaded.value.path()).read_text().splitlines()) == 60
-    page.get_by_role("button", name="Export", exact=True).click()
-    page.wait_for_selector("[data-kind=export][data-state=done]")
-    with page.expect_download() as downloaded:
-        page.locator("[data-kind=export]").first.get_by_role("link", name="Download").click()
-    assert zipfile.is_zipfile(downloaded.value.path())
     assert page.get_by_label("Token with write access").count() == 0, "the owner does not allow it"
     assert [one for one in errors if "ERR_CONNECTION" not in one and "INCOMPLETE" not in one] == []

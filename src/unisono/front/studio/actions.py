@@ -82,9 +82,9 @@ class Actions:
 
     async def plan(self, body: dict[str, Any]) -> dict[str, Any]:
         """The plan of `train --dry-run`."""
+        options = ["--dry-run", *self._launcher(body), *self._trust()]
         path = self._written(self._complete(body), "plan")
-        words = ["train", str(path), "--dry-run", *self._launcher(body), *self._trust()]
-        plan = shown_plan(await self.commands.ask("plan", *words))
+        plan = shown_plan(await self.commands.ask("plan", "train", str(path), *options))
         warnings = [translated(text) for text in plan.pop("warnings", [])]
         return {**plan, "warnings": warnings, "problems": shown_problems(plan["problems"])}
 

@@ -155,7 +155,7 @@ class Results:
         tasks = [
             one
             for one in self.tasks.tasks.values()
-            if group in (one.id, one.group) and one.out is not None and one.kind != "export"
+            if group and group in (one.id, one.group) and one.out is not None and one.kind != "export"
         ]
         columns = [_read_answers(task) for task in tasks]
         rows = [
