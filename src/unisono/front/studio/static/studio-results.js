@@ -12,7 +12,7 @@ const start = async (action, body) => {
   return answer;
 };
 const figures = (answer) => FIGURES.filter((name) => typeof answer[name] === "number").map((name) => `${has(name) ? t(name) : name} ${number(answer[name])}`).join(" · ");
-const outcome = (task) => task.kind === "evaluate" ? figures(task.answer) : task.kind === "push" ? t("pushed", { repo: task.answer.repo, commit: String(task.answer.commit).slice(0, 12) }) : h("span", { class: "path" }, task.out);
+const outcome = (task) => task.kind === "evaluate" ? figures(task.answer) : task.kind === "push" ? t("pushed", { repo: task.answer.repo, commit: String(task.answer.commit).slice(0, 12) }) : null;
 const toolsOf = (task) => {
   if (["running", "queued"].includes(task.state)) return button("stop", () => post("stop-task", { id: task.id }), { "data-keep": `stop ${task.id}` });
   if (task.state !== "done" || !task.out) return null;
@@ -52,7 +52,11 @@ const push = async () => {
   parts.token.value = "";
 };
 export const openResults = (name) => { if (name) pick = name; fill(); };
-const fileField = (name, input) => field(name, input, button("browse", () => chooseFile((path) => { input.value = path; }), { "data-keep": `browse ${name}` }));
+const fileField = (name, input) => {
+  const node = field(name, input);
+  node.append(h("div", { class: "row" }, input, button("browse", () => chooseFile((path) => { input.value = path; }), { "data-keep": `browse ${name}` })));
+  return node;
+};
 const textInput = (props = {}) => h("input", { type: "text", autocomplete: "off", spellcheck: false, ...props });
 const pushPart = () => {
   parts.repo = textInput({ placeholder: "OWNER/NAME" }); parts.token = h("input", { type: "password", autocomplete: "off", class: "secret" });
