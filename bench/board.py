@@ -379,14 +379,14 @@ def main() -> None:
     results |= {
         "bounds": BOUNDS,
         "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
         "chromium": (
             subprocess.run([CHROMIUM, "--version"], capture_output=True, text=True, check=True).stdout.strip()
         ),
     }
     for name in options.only:
         with tempfile.TemporaryDirectory(prefix="board-") as folder:
-            results[name] = PARTS[name](Path(folder))
+            load = os.getloadavg()[0]
+            results[name] = PARTS[name](Path(folder)) | {"load_average": round(load, 2)}
         for figure, bound in BOUNDS[name].items():
             value = results[name][figure]
             print(
