@@ -131,16 +131,25 @@ def test_a_launcher_of_the_owner_starts_a_run_on_two_nodes(tmp_path: Path) -> No
         ]
         assert "--nodes=2" in studio.post("draft", text=text, launcher="pair").json["command"]
         assert studio.post("start", text=text, launcher="pair").status == 200
-        words = ["train", "studio/configs/one-1.yaml", "--node-rank=1", *options]
-        second = Loopback().command(1, [sys.executable, "-m", "unisono", *words], Own())
-        with subprocess.Popen(
-            second, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as other:
-            said = other.communicate(timeout=240)[0]
-        assert other.returncode == 0, said
-        until(lambda: state_of(studio, "one") == "completed")
-        assert steps_of(tmp_path, "one") == [1, 2, 3, 4]
+
+        def join(*words: str) -> None:
+            """The second node, started by hand."""
+            typed = [sys.executable, "-m", "unisono", "train", *words, "--node-rank=1", *options]
+            command = Loopback().command(1, typed, Own())
+            with subprocess.Popen(
+                command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            ) as node:
+                said = node.communicate(timeout=240)[0]
+            assert node.returncode == 0, said
+
+        join("studio/configs/one-1.yaml")
+        until(lambda: state_of(studio, "one") == "completed" and studio.row("one")["start"] == "ended")
         assert json.loads((tmp_path / "runs" / "one" / "plan.json").read_text())["world_size"] == 2
+        assert studio.post("steer", action="extend", name="one", duration="6 steps").status == 200
+        assert "--nodes=2" in studio.audit().splitlines()[-1], "it goes on where it was"
+        join("runs/one/config.yaml", "--resume", "duration=6 steps")
+        until(lambda: studio.row("one")["start"] == "ended")
+        assert steps_of(tmp_path, "one") == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
