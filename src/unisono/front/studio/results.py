@@ -88,11 +88,11 @@ class Results:
         Raises:
             UsageError: if there is none, or it is outside.
         """
-        return self.permissions.folders.inside(str(run_root(self.board, text_of(dict(body), "name"))))
+        return self.permissions.folders.inside(str(run_root(self.board, text_of(body, "name"))))
 
     async def export(self, body: dict[str, Any]) -> dict[str, Any]:
         """Exports the result of the run `name` in the form `what`."""
-        chosen, what = self.chosen({**body, "base": False}), text_of(body, "what")
+        chosen, what = self.chosen(body), text_of(body, "what")
         if what not in EXPORTS:
             raise UsageError.of(f"{what!r} is not a form of export", fix=f"use {', '.join(EXPORTS)}")
         options = list(EXPORTS[what])
@@ -108,7 +108,7 @@ class Results:
 
     async def evaluate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Measures the result of the run `name` on the file `data`; its answers are written."""
-        chosen, data = self.chosen({**body, "base": False}), self._file(body)
+        chosen, data = self.chosen(body), self._file(body)
         out = self._new("answers", f"{chosen.name}-evaluation", ".jsonl")
         words = ["eval", chosen.target, "--data", data, "--out", str(out), *chosen.options]
         return self._start("evaluate", chosen, words, out)
@@ -136,7 +136,7 @@ class Results:
                 why="the server was started without --allow-push",
                 fix="start `unisono studio --allow-push`, or use `unisono push`",
             )
-        chosen, repo = self.chosen({**body, "base": False}), text_of(body, "repo").strip()
+        chosen, repo = self.chosen(body), text_of(body, "repo").strip()
         token = text_of(body, "token").strip()
         if not token.isascii() or not token.isprintable() or not 0 < len(token) <= _LONGEST_TOKEN:
             raise UsageError.of("there is no token", fix="paste a token of the hub with write access")
