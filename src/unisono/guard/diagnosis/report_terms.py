@@ -121,8 +121,8 @@ _PART = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
 def pattern_of(phrase: str) -> str:
     """The regular expression of a phrase. Its repetitions are bounded and not nested.
 
-    A word of ASCII letters begins and ends where no letter is beside it; Chinese needs no such
-    boundary.
+    A word of ASCII letters begins and ends where no letter is beside it, a number where no decimals
+    are; Chinese needs no such boundary.
 
     Raises:
         ValueError: if brackets do not match.
@@ -144,7 +144,7 @@ def pattern_of(phrase: str) -> str:
             pieces.append(r"(?<![a-z0-9])")
         pieces.append(_piece(part, before, gap_over_commas=phrase.isascii()))
         if _is_word(part) and (not after or (after in "|]" and index > last_group)):
-            pieces.append(r"(?![a-z0-9])")
+            pieces.append(r"(?![a-z0-9]|\.\d)" if part.isdigit() else r"(?![a-z0-9])")
         if part not in "[|":
             before = " " if part == ".." or not part.isascii() else part
         index += len(part)
@@ -194,6 +194,10 @@ class _Match:
     phrase: str
     start: int
     end: int
+
+
+_OTHER_WORDS = re.compile("原封不动|雷打不动")
+"""Idioms that contain a phrase and mean something else."""
 
 
 def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
@@ -299,7 +303,7 @@ _NAMES = re.compile(
 
 
 def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iterator[Feature]:
-    text = passage.text.lower()
+    text = _OTHER_WORDS.sub("　" * 4, passage.text.lower())
     where = f"{name}:{passage.line}"
     matches = _matches(text, phrases)
     if passage.kind != "prose" and _NAMES.search(text):
