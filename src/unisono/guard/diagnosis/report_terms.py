@@ -162,7 +162,7 @@ def _is_word(sign: str) -> bool:
 
 def _piece(part: str, before: str, *, gap_over_commas: bool) -> str:
     if part == "..":
-        return r"[^.。!?;]{0,40}?" if gap_over_commas else r"[^.。!?;,、]{0,24}?"
+        return r"(?:[^.。!?;,]|,(?![\u3400-\u9fff])){0,40}?" if gap_over_commas else r"[^.。!?;,、]{0,24}?"
     if part == "[":
         return "(?:"
     if part == "]":
@@ -196,8 +196,8 @@ class _Match:
     end: int
 
 
-_OTHER_WORDS = re.compile("原封不动|雷打不动")
-"""Idioms that contain a phrase and mean something else."""
+_OTHER_WORDS = re.compile(r"原封不动|雷打不动|(?<=argument |ttribute )['\"`]\w{1,60}")
+"""Words that mean something else: idioms, and names of arguments and attributes."""
 
 
 def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
@@ -239,7 +239,8 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     return [
         feature
         for name, feature in features.items()
-        if not _EXCLUDED_BY.get(name, frozenset()) & features.keys() and f"useless:{name}" not in features
+        if not _EXCLUDED_BY.get(name, frozenset()) & features.keys()
+        and (feature.kind == "symptom" or f"useless:{name}" not in features)
     ]
 
 
@@ -303,7 +304,7 @@ _NAMES = re.compile(
 
 
 def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iterator[Feature]:
-    text = _OTHER_WORDS.sub("　" * 4, passage.text.lower())
+    text = _OTHER_WORDS.sub(lambda match: " " * len(match[0]), passage.text.lower())
     where = f"{name}:{passage.line}"
     matches = _matches(text, phrases)
     if passage.kind != "prose" and _NAMES.search(text):
