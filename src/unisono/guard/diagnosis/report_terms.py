@@ -196,8 +196,8 @@ class _Match:
     end: int
 
 
-_OTHER_WORDS = re.compile(r"原封不动|雷打不动|(?<=argument |ttribute )['\"`]\w{1,60}")
-"""Words that mean something else: idioms, and names of arguments and attributes."""
+_OTHER_WORDS = re.compile(r"原封不动|雷打不动|[你您]好|(?<=argument |ttribute )['\"`]\w{1,60}")
+"""Words that mean something else: idioms, greetings, and names of arguments and attributes."""
 
 
 def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
@@ -240,10 +240,12 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
         feature
         for name, feature in features.items()
         if not _EXCLUDED_BY.get(name, frozenset()) & features.keys()
-        and (feature.kind == "symptom" or f"useless:{name}" not in features)
+        and (name in _HAPPENED or f"useless:{name}" not in features)
     ]
 
 
+_HAPPENED = frozenset({"terminal_closed"})
+"""What a report tells beside an attempt that did not help, and that is not the attempt."""
 _BROAD = frozenset({"versions", "checkpoint", "tokens", "hardware", "user_code", "works_alone"})
 """Features that the explanation of any failure has."""
 
