@@ -30,7 +30,7 @@ NO_FAILURE = "no_failure"
 """The outcome for a text that reports no failure; no cause of the catalogue."""
 MOST, _LEAST = 3, 3
 """Maximum number of hypotheses, and how many are given however low their scores are."""
-LIKELY, POSSIBLE = 0.55, 0.15
+LIKELY, POSSIBLE = 0.7, 0.15
 """Scores from which a cause is called likely or possible."""
 _MOST_BECAUSE, _MOST_QUESTIONS = 6, 2
 _LEAST_SCORE = 0.02
