@@ -383,7 +383,7 @@ def main() -> None:
         none = fit_no_failure(cases, others, table) if others else numbers["corrections"].get(NO_FAILURE, {})
         write(numbers, problem, table, fit(problem, table), temperature, none, (slope, shift))
     if arguments.kept:
-        kept = [case for case in read_cases(arguments.kept, "kept") if case.cause in table.entries]
+        kept = [case for case in read_cases(arguments.kept, "kept") if case.cause in problem.causes]
         result["kept"] = measured(kept, make_table(json.loads(_FILE.read_text(encoding="utf-8"))))
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)
