@@ -364,7 +364,7 @@ def lora_tensors(model: Any, layout: GgufLayout) -> LoraTensors:
         plain = name.removeprefix("base_model.model.") + ".weight"
         alpha = scaling * a.shape[0] if alpha is None else alpha
         own = scaling * a.shape[0] / alpha  # 1, unless ranks or alphas differ
-        up = layout.interleaved(plain, b.detach().float() * own)
+        up = layout.rows(plain, b.detach().float() * own)
         tensors += [
             (f"{layout.name(plain)}.lora_a", a.detach().float()),
             (f"{layout.name(plain)}.lora_b", up),
