@@ -20,14 +20,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests import front_server, needs
 from tests.front.talk.conftest import Listening, Trained
 from unisono.base.errors import IntegrityError, ModelError, UsageError
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.directory import locate_model
-from unisono.trainer.model.gguf import GgufLayout, Spaces, find_spaces, find_split, read_back
+from unisono.trainer.model.gguf import (
+    _SPLITS,
+    TEXTS,
+    GgufLayout,
+    Spaces,
+    find_spaces,
+    find_split,
+    read_back,
+)
 from unisono.trainer.model.gguf_families import FAMILIES
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
 from unisono.trainer.plan.task_requests import GenerateRequest, GgufRequest, RequestedModel
@@ -242,11 +250,62 @@ def test_other_architectures_and_tokenizers_are_refused(
         GgufLayout.of(transformers.BloomConfig())
     real = make_tokenizer().backend_tokenizer
     raw = json.loads(real.to_str())
-    assert find_split(raw, real) == "gpt-2"
+    assert find_split(raw, real) == ("gpt-2", True)
     odd = raw | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": "e"}, "behavior": "Isolated", "invert": False}, raw["pre_tokenizer"]]}}  # fmt: skip
     with pytest.raises(ModelError, match="splits texts"):
         find_split(odd, type(real).from_str(json.dumps(odd)))
+
+
+OTHER_TEXTS = (
+    "", " ", "  ", "\t", "\n", "\n\n", "\t\n \n", " (normal)", "\n =", "' era", "Ça va, Zoë? 3 33 333 3333 33333 333333", "🚀 (normal) 😶‍🌫️ ✅ 🦙🦙",
+    "Việt Nam  ពិសេស  кири ლლა", "if x:\n\tpass\n\n\n    else:\n  y", "we'Ve I'll 'D 'tis", "......!!!!!!?????? I've been 'told he's there", "HTTPServer2Go v1.2.3-rc4",
+)  # fmt: skip
+"""What vocabularies of llama.cpp are tested with: white space, numbers, apostrophes, scripts, emoji, code."""
+
+
+def test_words_with_combining_marks_that_llama_cpp_splits_otherwise_are_said(tmp_path: Path) -> None:
+    """Mistral's Tekken keeps them together, and llama.cpp does not."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    first = r"[^\r\n\p{L}\p{N}]?"
+    pattern = (
+        f"{first}{upper}*{lower}+|{first}{upper}+{lower}*|"
+        + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = bytes_tokenizer((pattern,), ignore_merges=True)
+    save(transformers.LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), tmp_path / "model", tokenizer)
+    request = GgufRequest(
+        model=RequestedModel(str(tmp_path / "model")), out=str(tmp_path / "out"), quantize="f32"
+    )
+    listening = Listening()
+    gguf_export.run(request, listening)
+    assert [told["code"] for told in listening.messages if told["kind"] == "warning"] == ["tokens_differ"]
+    assert settings_of(tmp_path / "out" / "model-f32.gguf")["tokenizer.ggml.pre"] == "tekken"
+
+
+def bytes_tokenizer(patterns: tuple[str, ...], *, ignore_merges: bool) -> Any:
+    """Byte-level BPE, trained on all texts, that splits them by patterns first."""
+    made = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, whole])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([*TEXTS, *OTHER_TEXTS] * 2, trainer)
+    made.add_special_tokens(["<|end|>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+@pytest.mark.parametrize("name", _SPLITS)
+def test_llama_cpp_splits_texts_as_the_tokenizer_does(name: str, tmp_path: Path) -> None:
+    llama_cpp = needs.llama_cpp()
+    patterns, ignore_merges = _SPLITS[name]
+    tokenizer = bytes_tokenizer(patterns, ignore_merges=ignore_merges)
+    save(transformers.LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), tmp_path / "model", tokenizer)
+    done = export(tmp_path / "model", tmp_path / "out")
+    with llama_cpp.Llama(tmp_path / "out" / done["file"]) as engine:
+        for text in (*TEXTS, *OTHER_TEXTS):
+            assert engine.tokenize(text) == tokenizer(text).input_ids, text
 
 
 def test_damage_after_writing_is_found_in_its_tensor(

@@ -23,6 +23,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 
 from unisono.base.errors import IntegrityError, ModelError
+from unisono.base.events import Reporter
 from unisono.base.text import one_line
 from unisono.trainer.model.gguf_families import FAMILIES, KEYS, RENAMED, GgufFamily
 from unisono.trainer.model.gguf_limits import Rope, find_difference, longest_context
@@ -56,17 +57,22 @@ _LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])*((?=\p{L})[^A-Z])+%s|"
+    r"[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])+((?=\p{L})[^A-Z])*%s|"
+    r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_SEED = (_LLAMA3 % "").replace(r"]+[\r\n]*|", r"\r\n]+|")
 _SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((_GPT2,), False),
     "qwen2": ((_LLAMA3 % "",), False),
     "llama-bpe": ((_LLAMA3 % "{1,3}",), True),
     "dbrx": ((_LLAMA3 % "{1,3}",), False),
     "smollm": ((r"\p{N}", _GPT2), False),
-    "tekken": ((_CASED,), True),
+    "tekken": ((_CASED % ("", "", ""),), True),
+    "gpt-4o": ((_CASED % (_ENDING, _ENDING, "{1,3}"),), False),
+    "seed-coder": ((_SEED,), False),
+    "falcon": ((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"), False),
     "bloom": ((r" ?[^(\s|.,!?…。，、।۔،)]+",), False),
 }
 """llama.cpp's names for ways to split a text before merges; whether a word that is a token is taken
@@ -81,9 +87,13 @@ TEXTS = (
     "你好，世界。今天是2026年5月3日！ こんにちは 안녕하세요 Привет мир Ελληνικά עברית العربية",
     "naïve café résumé Ångström ﬁ ½ ² 🙂🙃👩‍👩‍👧 ~`|^<>[]{}()=+-*/_",
     "('still) [\"'twas'] x't 'move",
-    "a b c d e f 1 2 3 12 123 1234 12345 x1 1x A.B.C. e.g. i.e.",
+    "a b c d e f 1 2 3 12 123 1234 12345 x1 1x A.B.C. e.g. i.e. 7 77 777 7777 77777 777777 7777777",
+    "!!!!!! ..... ?!?… ==>> ``` --- ###\t\t \n \n\n \t\n\n\n   \n     x",
+    "Phường Bến Nghé, ខ្ញុំ រស់នៅ भाषा ภาษาไทย ÉCOLE Straße iPhone XMLHttpRequest I'M y'all's",
 )
-"""Texts by which it is found what llama.cpp must do to give the tokens of a tokenizer."""
+"""Texts by which it is found what llama.cpp must do to give the tokens of a tokenizer; the last has
+words with combining marks.
+"""
 _DECODER_OF_SEVERAL = re.compile(r"^model\.[a-z_]+\.(?=(layers|embed_tokens|norm)\.)")
 """What the names of a multimodal model have before those of its language model."""
 _FUSED = re.compile(r"experts\.gate_up_proj$|shared_mlp\.input_linear\.weight$")
@@ -522,6 +532,7 @@ def tokenizer_settings(
     stops: Iterable[int],
     end_of_turn: int | None,
     spaces: Spaces,
+    report: Reporter,
 ) -> list[Setting]:
     """The keys of a tokenizer.
 
@@ -534,6 +545,7 @@ def tokenizer_settings(
             a turn, and of a message.
         end_of_turn: the one that the template writes.
         spaces: as `find_spaces` gives it.
+        report: is told of texts whose tokens differ.
 
     Raises:
         ModelError: if llama.cpp has no such tokenizer.
@@ -543,7 +555,7 @@ def tokenizer_settings(
     settings = (
         _pieces(raw, rows, prefix=spaces.prefix)
         if raw["model"].get("byte_fallback")
-        else _bytes(raw, tokenizer)
+        else _bytes(raw, tokenizer, report)
     )
     settings += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
     ends = [end_of_turn] if end_of_turn is not None else []
@@ -580,18 +592,25 @@ def _unknown(what: str) -> ModelError:
     )
 
 
-def _bytes(raw: TokenizerJson, tokenizer: Any) -> list[Setting]:
+def _bytes(raw: TokenizerJson, tokenizer: Any, report: Reporter) -> list[Setting]:
     """The keys of byte-level BPE."""
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
+    name, is_exact = find_split(raw, tokenizer.backend_tokenizer)
+    if not is_exact:
+        report.warning(
+            "tokens_differ",
+            "words with combining marks, as in Hindi and Khmer, have other tokens in llama.cpp than here",
+        )
     return [
         ("tokenizer.ggml.model", "string", "gpt2"),
-        ("tokenizer.ggml.pre", "string", find_split(raw, tokenizer.backend_tokenizer)),
+        ("tokenizer.ggml.pre", "string", name),
         ("tokenizer.ggml.merges", "array", merges),
     ]
 
 
-def find_split(raw: TokenizerJson, real: Tokenizer) -> str:
-    """llama.cpp's name for a way to split texts that gives the same tokens for all of TEXTS.
+def find_split(raw: TokenizerJson, real: Tokenizer) -> tuple[str, bool]:
+    """llama.cpp's name for a way to split texts that gives the same tokens for all of TEXTS; else
+    for all but the last, and then False.
 
     Args:
         raw: tokenizer.json.
@@ -600,21 +619,27 @@ def find_split(raw: TokenizerJson, real: Tokenizer) -> str:
     Raises:
         ModelError: if there is none.
     """
-    expected = _encoded(real, TEXTS)
-    for name, (patterns, ignore_merges) in _SPLITS.items():
-        splits = [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in patterns
-        ]
-        whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        changed = raw | {
-            "normalizer": None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, whole]},
-            "model": raw["model"] | {"ignore_merges": ignore_merges},
-        }
-        if _encoded(Tokenizer.from_str(json.dumps(changed)), TEXTS) == expected:
-            return name
+    made = {name: _splitting(raw, *split) for name, split in _SPLITS.items()}
+    for texts in (TEXTS, TEXTS[:-1]):
+        expected = _encoded(real, texts)
+        for name, tokenizer in made.items():
+            if _encoded(tokenizer, texts) == expected:
+                return name, texts == TEXTS
     raise _unknown("the way in which this tokenizer splits texts")
+
+
+def _splitting(raw: TokenizerJson, patterns: Sequence[str], ignore_merges: bool) -> Tokenizer:  # noqa: FBT001
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    changed = raw | {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, whole]},
+        "model": raw["model"] | {"ignore_merges": ignore_merges},
+    }
+    return Tokenizer.from_str(json.dumps(changed))
 
 
 def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
