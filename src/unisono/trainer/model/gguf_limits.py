@@ -23,7 +23,7 @@ does.
 _WINDOWS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
 _TRAINING = re.compile(
     "_token_id$|dropout|_pdrop$|initializer|aux_loss|^output_|jitter|^summary_|use_cache|pretraining_tp"
-    "|in_fp32$|upcast"
+    "|in_fp32$|upcast|^is_decoder$"
 )
 """Keys that change nothing, or nothing outside of training."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
