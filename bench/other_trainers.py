@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-RESULT = Path(__file__).parent / "results" / "other_trainers.json"
+RESULT = Path(__file__).absolute().parent / "results" / "other_trainers.json"
 STEPS, ROWS, TOLERANCE = 5, 16, 1e-5
 NUMBERS = range(ROWS)
 DATA: dict[str, list[dict[str, Any]]] = {
@@ -113,13 +113,13 @@ def main() -> int:
             ours = train(f"trl-{name}.yaml", f"ours-trl-{name}", override)
             compare(kept, f"trl {name}", theirs(f"trl-{name}"), ours)
         os.chdir(RESULT.parent)
-    RESULT.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
 
 
 def compare(kept: dict[str, Any], name: str, wanted: list[float], found: list[float]) -> None:
     difference = max(abs(a - b) / abs(a) for a, b in zip(wanted, found, strict=True))
     kept[name] = {"theirs": wanted, "unisono": found, "largest relative difference": difference}
+    RESULT.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"{name}: {difference:.1e}{'' if difference < TOLERANCE else ' differs'}", flush=True)
 
 
