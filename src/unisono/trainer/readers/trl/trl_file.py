@@ -242,7 +242,8 @@ def _data(draft: Draft, trainer: str) -> None:
         _loss_on(draft)
     else:
         draft.warnings.append(
-            "dataset_name: rows whose prompt and answers are text have no chat template in TRL; here they are turns of it"
+            "dataset_name: rows whose prompt and answers are text have no chat template in TRL; here they are"
+            " turns of it"
         )
 
 
