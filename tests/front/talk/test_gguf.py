@@ -20,14 +20,23 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests import front_server, needs
 from tests.front.talk.conftest import Listening, Trained
 from unisono.base.errors import IntegrityError, ModelError, UsageError
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.directory import locate_model
-from unisono.trainer.model.gguf import GgufLayout, Spaces, find_spaces, find_split, read_back
+from unisono.trainer.model.gguf import (
+    _SPLITS,
+    TEXTS,
+    GgufLayout,
+    Spaces,
+    find_spaces,
+    find_split,
+    read_back,
+)
+from unisono.trainer.model.gguf_families import FAMILIES
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
 from unisono.trainer.plan.task_requests import GenerateRequest, GgufRequest, RequestedModel
 from unisono.trainer.task import generation, gguf_export, llama_logits
@@ -50,6 +59,38 @@ CONFIGS = {
     "gemma3": transformers.Gemma3TextConfig(**SHAPE, head_dim=16, query_pre_attn_scalar=16),
     "phi3": transformers.Phi3Config(**SHAPE),
 }
+SQUARE = {"head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SCALED = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+FAMILIES_TRIED: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "internlm3": SQUARE, "iquestcoder": SQUARE, "helium": SQUARE, "arcee": SQUARE, "jais2": SQUARE, "seed_oss": SQUARE, "ernie4_5": SQUARE,
+    "smollm3": {"num_hidden_layers": 4}, "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 56},
+    "qwen3_moe": EXPERTS | SQUARE | {"num_experts": 4, "norm_topk_prob": True}, "phi": {}, "olmo": {"clip_qkv": 0.5}, "olmo2": {}, "olmo3": {"num_hidden_layers": 4, "sliding_window": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}, "granite": SCALED, "granitemoe": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40}, "stablelm": {"use_qkv_bias": True}, "starcoder2": {},
+    "glm": SQUARE, "glm4": SQUARE, "glm4_moe": EXPERTS | SQUARE | {"n_routed_experts": 4, "routed_scaling_factor": 1.5, "use_qk_norm": True}, "solar_open": EXPERTS | SQUARE | {"n_routed_experts": 4},
+    "minimax_m2": SQUARE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "cohere": {}, "cohere2": SQUARE | {"num_hidden_layers": 4, "sliding_window": 8},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2}, "nemotron": SQUARE,
+    "hunyuan_v1_dense": SQUARE | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}},
+    "hunyuan_v1_moe": SQUARE | {"num_experts": 4, "moe_topk": 2}, "lfm2": {"layer_types": ["conv", "full_attention"]}, "gpt2": {"tie_word_embeddings": False}, "gpt_bigcode": {}, "gpt_neox": {}, "falcon": {},
+}  # fmt: skip
+"""Beside the sizes, what makes a random model of the other families."""
+
+
+def family_config(kind: str) -> Any:
+    """A config of one of FAMILIES_TRIED."""
+    usual = transformers.AutoConfig.for_model(kind)
+    known = {*usual.to_dict(), *usual.attribute_map}
+    sizes = {name: value for name, value in SHAPE.items() if name in known}
+    return type(usual)(**sizes | FAMILIES_TRIED[kind])
+
+
 QUESTIONS = [f"{what} {when}" for what in ("call me", "what day is it", "remind", "the fox", "it's 9:15, (ok)") for when in ("today", "at 5", "on tuesday please", "?")]  # fmt: skip
 
 
@@ -205,15 +246,65 @@ def test_what_a_gguf_adapter_cannot_hold_is_refused(
 def test_other_architectures_and_tokenizers_are_refused(
     make_tokenizer: Callable[[], Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="gpt2"):
-        GgufLayout.of(transformers.GPT2Config())
+    with pytest.raises(ModelError, match="bloom"):
+        GgufLayout.of(transformers.BloomConfig())
     real = make_tokenizer().backend_tokenizer
     raw = json.loads(real.to_str())
-    assert find_split(raw, real) == "gpt-2"
+    assert find_split(raw, real) == ("gpt-2", True)
     odd = raw | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": "e"}, "behavior": "Isolated", "invert": False}, raw["pre_tokenizer"]]}}  # fmt: skip
     with pytest.raises(ModelError, match="splits texts"):
         find_split(odd, type(real).from_str(json.dumps(odd)))
+
+
+OTHER_TEXTS = (
+    "", " ", "  ", "\t", "\n", "\n\n", "\t\n \n", " (normal)", "\n =", "' era", "Ça va, Zoë? 3 33 333 3333 33333 333333", "🚀 (normal) 😶‍🌫️ ✅ 🦙🦙",
+    "Việt Nam  ពិសេស  кири ლლა", "if x:\n\tpass\n\n\n    else:\n  y", "we'Ve I'll 'D 'tis", "......!!!!!!?????? I've been 'told he's there", "HTTPServer2Go v1.2.3-rc4",
+)  # fmt: skip
+"""What vocabularies of llama.cpp are tested with: white space, numbers, apostrophes, scripts, emoji, code."""
+
+
+def test_words_with_combining_marks_that_llama_cpp_splits_otherwise_are_said(tmp_path: Path) -> None:
+    """Mistral's Tekken keeps them together, and llama.cpp does not."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    first = r"[^\r\n\p{L}\p{N}]?"
+    pattern = (
+        f"{first}{upper}*{lower}+|{first}{upper}+{lower}*|"
+        + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = bytes_tokenizer((pattern,), ignore_merges=True)
+    save(transformers.LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), tmp_path / "model", tokenizer)
+    request = GgufRequest(
+        model=RequestedModel(str(tmp_path / "model")), out=str(tmp_path / "out"), quantize="f32"
+    )
+    listening = Listening()
+    gguf_export.run(request, listening)
+    assert [told["code"] for told in listening.messages if told["kind"] == "warning"] == ["tokens_differ"]
+
+
+def bytes_tokenizer(patterns: tuple[str, ...], *, ignore_merges: bool) -> Any:
+    """Byte-level BPE, trained on all texts, that splits them by patterns first."""
+    made = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, whole])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([*TEXTS, *OTHER_TEXTS] * 2, trainer)
+    made.add_special_tokens(["<|end|>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+@pytest.mark.parametrize("name", _SPLITS)
+def test_llama_cpp_splits_texts_as_the_tokenizer_does(name: str, tmp_path: Path) -> None:
+    llama_cpp = needs.llama_cpp()
+    patterns, ignore_merges = _SPLITS[name]
+    tokenizer = bytes_tokenizer(patterns, ignore_merges=ignore_merges)
+    save(transformers.LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), tmp_path / "model", tokenizer)
+    done = export(tmp_path / "model", tmp_path / "out")
+    with llama_cpp.Llama(tmp_path / "out" / done["file"]) as engine:
+        for text in (*TEXTS, *OTHER_TEXTS):
+            assert engine.tokenize(text) == tokenizer(text).input_ids, text
 
 
 def test_damage_after_writing_is_found_in_its_tensor(
@@ -284,26 +375,42 @@ VARIANTS = {
         rope_parameters={"full_attention": {**PLAIN, "rope_type": "linear", "factor": 8.0}, "sliding_attention": {**PLAIN, "rope_theta": 500.0}},
     ),
     "gemma3 untied": transformers.Gemma3TextConfig(**SHAPE, **GEMMA, tie_word_embeddings=False),
+    "stablelm parallel": transformers.StableLmConfig(**SHAPE, use_parallel_residual=True),
+    "gpt_neox not parallel": transformers.GPTNeoXConfig(**SHAPE | {"num_key_value_heads": 4}, use_parallel_residual=False),
+    "olmo2 tied": transformers.Olmo2Config(**SHAPE, tie_word_embeddings=True),
+    "seed_oss yarn": transformers.SeedOssConfig(**roped(**YARN), head_dim=16),
+    "granite 3 tied": transformers.GraniteConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "olmo3 yarn": transformers.Olmo3Config(**SHAPE, rope_parameters={"full_attention": {"rope_theta": 10000.0, **YARN}, "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}),
+    "glm4_moe partial": transformers.Glm4MoeConfig(**roped(rope_type="default", partial_rotary_factor=0.5), **EXPERTS, head_dim=16, n_routed_experts=4),
     "gemma2 of 46 layers": transformers.Gemma2Config(**SHAPE | {"num_hidden_layers": 46, "initializer_range": 0.02}, head_dim=32, query_pre_attn_scalar=16),
     "gemma3 of 62 layers": transformers.Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 62, "initializer_range": 0.02}, head_dim=32, query_pre_attn_scalar=16),
 }  # fmt: skip
 """Settings that llama.cpp reads, or computes as they are here."""
 GELU = 5e-3  # of the spread of logits: llama.cpp has the function as a table of f16
+WITH_GELU = ("gemma", "phi", "starcoder2", "gpt", "falcon")
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *VARIANTS])
+@pytest.mark.parametrize("name", [*CONFIGS, *VARIANTS, *FAMILIES_TRIED])
 def test_llama_cpp_computes_the_same_logits(
     name: str, make_tokenizer: Callable[[], Any], tmp_path: Path
 ) -> None:
     llama_cpp = needs.llama_cpp()
-    model = save((CONFIGS | VARIANTS)[name], tmp_path / "model", make_tokenizer())
+    config = family_config(name) if name in FAMILIES_TRIED else (CONFIGS | VARIANTS)[name]
+    model = save(config, tmp_path / "model", make_tokenizer())
     done = export(tmp_path / "model", tmp_path / "out")
     ids = [5, 9, 11, 200, 33, 7, 90, 41, 6, 250] * 3
     with llama_cpp.Llama(tmp_path / "out" / done["file"]) as engine:
         found = torch.tensor(engine.read(ids))
     with torch.no_grad():
         wanted = model(input_ids=torch.tensor([ids])).logits[0]
-    assert float((found - wanted).abs().max()) < (GELU if "gemma" in name else 2e-5) * float(wanted.std())
+    assert float((found - wanted).abs().max()) < (
+        GELU if name.startswith(WITH_GELU) and "phi3" not in name else 2e-5
+    ) * float(wanted.std())
+
+
+def test_each_family_is_tried() -> None:
+    tried = {*FAMILIES_TRIED, *(config.model_type for config in (CONFIGS | WHOLE).values())}
+    assert tried == {*FAMILIES}
 
 
 def test_without_llama_cpp_python_the_export_says_so(model_dir: Path, tmp_path: Path) -> None:
@@ -371,6 +478,16 @@ REFUSED = {
     "query_pre_attn_scalar 32": transformers.Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 62}, head_dim=32, query_pre_attn_scalar=32),
     "layer_types": transformers.Gemma2Config(**SHAPE, **GEMMA, layer_types=["full_attention"] * 2),
     "layer_types in this order": transformers.Gemma3TextConfig(**SHAPE, **GEMMA, layer_types=["full_attention"] * 2),
+    "norm_topk_prob": transformers.Qwen3MoeConfig(**SHAPE),
+    "mlp_only_layers": transformers.Qwen3MoeConfig(**SHAPE, norm_topk_prob=True, mlp_only_layers=[0]),
+    "tie_word_embeddings": transformers.CohereConfig(**SHAPE, tie_word_embeddings=False),
+    "head_dim": transformers.GlmConfig(**SHAPE, head_dim=32),
+    "alpha": transformers.HunYuanDenseV1Config(**roped(rope_type="dynamic", factor=2.0), head_dim=16),
+    "rope_theta of sliding_attention": transformers.Olmo3Config(**SHAPE, rope_parameters={"full_attention": PLAIN, "sliding_attention": PLAIN | {"rope_theta": 500.0}}),
+    "qk_layernorm": transformers.StableLmConfig(**SHAPE, qk_layernorm=True),
+    "n_group": transformers.Glm4MoeConfig(**SHAPE, n_group=2),
+    "multi_query": transformers.FalconConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, multi_query=False),
+    "sliding_window": transformers.Exaone4Config(**SHAPE, sliding_window=8),
     "attn_logit_softcapping": transformers.Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=None),
     "final_logit_softcapping": transformers.Gemma3TextConfig(**SHAPE, **GEMMA, final_logit_softcapping=1.0),
 }  # fmt: skip
@@ -419,15 +536,15 @@ WHOLE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["builtin:tiny", "a llama with an adapter", *WHOLE])
+@pytest.mark.parametrize("which", ["builtin:tiny", "a llama with an adapter", *WHOLE, *FAMILIES_TRIED])
 def test_llama_cpp_gives_the_greedy_answers_of_generate(
     which: str, make_tokenizer: Callable[[], Any], train_here: Callable[..., Trained], tmp_path: Path
 ) -> None:
     llama_cpp = needs.llama_cpp()
     target = whole = which
     lora = None
-    if which in WHOLE:
-        save(WHOLE[which], tmp_path / "model", make_tokenizer())
+    if which in {**WHOLE, **FAMILIES_TRIED}:
+        save(WHOLE.get(which) or family_config(which), tmp_path / "model", make_tokenizer())
         target = whole = str(tmp_path / "model")
     elif which == "builtin:tiny":  # in float32: `generate` would round as its files do, to bfloat16
         target = whole = str(shutil.copytree(locate_model(which), tmp_path / "model"))

@@ -15,7 +15,10 @@ from tests import front_server
 from unisono.base.errors import ConfigError
 from unisono.jobs.runs.config_file import load_config
 from unisono.trainer.data import Completion
+from unisono.trainer.data.encode import Encoder
 from unisono.trainer.data.formats import to_example
+from unisono.trainer.data.token_table import Encoded
+from unisono.trainer.data.tokenizer import load_tokenizer
 from unisono.trainer.readers.axolotl.axolotl_file import AxolotlFile, to_config
 from unisono.trainer.readers.axolotl.axolotl_keys import KEYS
 
@@ -172,13 +175,26 @@ def test_rows_of_alpaca_keep_axolotls_prompt() -> None:
         " Write a response that appropriately completes the request.\n\n### Instruction:\nAdd\n\n### Input:\n1 and"
         " 2\n\n### Response:\n",
         "3",
+        plain=True,
     )
     without = to_example("alpaca-prompt", {"instruction": "Add", "input": "", "output": "3"}, {})
     assert without == Completion(
         "Below is an instruction that describes a task. Write a response that appropriately completes the"
         " request.\n\n### Instruction:\nAdd\n\n### Response:\n",
         "3",
+        plain=True,
     )
+
+
+def test_the_prompt_of_alpaca_does_not_enter_a_chat_template(model_dir: Path) -> None:
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=False)
+    encoder = Encoder(tokenizer, directory=model_dir)
+    assert encoder.template is not None
+    example = to_example("alpaca-prompt", {"instruction": "Add", "input": "", "output": "three"}, {})
+    assert isinstance(example, Completion)
+    (row,) = encoder.encode([example])
+    assert isinstance(row, Encoded)
+    assert tokenizer.decode(row.ids) == f"{example.prompt}three{tokenizer.eos_token}"
 
 
 def test_a_file_is_recognized_and_overridden_in_its_names_and_ours(tmp_path: Path) -> None:

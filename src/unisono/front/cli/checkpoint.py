@@ -66,6 +66,15 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="With gguf: the adapter alone, not merged.")
     ] = False,
+    program: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="PROGRAM",
+            help="Also print the command of vllm, ollama or transformers that serves the export.",
+            show_default=False,
+        ),
+    ] = None,
     no_read_back: Annotated[
         bool, typer.Option("--no-read-back", help="Do not load what was written again; GGUF always is.")
     ] = False,
@@ -76,6 +85,7 @@ def export(
     from unisono.base.errors import UsageError, require_writable
     from unisono.base.files import expand
     from unisono.front.cli.llamafactory_file import read_inference_file, split_prompt
+    from unisono.front.cli.serving_commands import format_for, serving_command
     from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import run_request
     from unisono.trainer.plan.task_requests import ExportRequest, GgufRequest, RequestedModel
@@ -84,6 +94,7 @@ def export(
         raise UsageError.of(
             f"--format {format_} is unknown", where="--format", fix="use gguf, diffusers or kohya"
         )
+    format_ = format_for(program, format_)
     gguf = _gguf_type(quantize, adapter=adapter, is_gguf=format_ == "gguf")
     out, overrides = split_prompt(out, overrides)
     given = read_inference_file(target, overrides)
@@ -115,8 +126,13 @@ def export(
             )
             result = written = run_request(gguf_request, on_message=progress.show)
             lines = _gguf_lines(written)
+    serves: dict[str, str] = {}
+    if program is not None:
+        command, why = serving_command(program, result)
+        serves = {"serve": command} if command else {"not_served": why}
+        lines.append(f"  serve it: {command}" if command else f"  not served: {why}")
     if printer.json:
-        printer.emit({"schema": 1, **result})
+        printer.emit({"schema": 1, **result, **serves})
         return
     for text in lines:
         printer.result(text)

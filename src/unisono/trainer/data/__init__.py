@@ -270,10 +270,11 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its answer as plain strings."""
+    """A prompt and its answer as plain strings; `plain`: the chat template is not for them."""
 
     prompt: str
     completion: str
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

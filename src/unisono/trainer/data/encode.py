@@ -56,7 +56,7 @@ from unisono.trainer.data.text_encoder import TextEncoder, Tokens
 from unisono.trainer.data.thoughts import has_keys, placed, stripped
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, share_of
 
-ENCODER_VERSION = 6
+ENCODER_VERSION = 7
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a
 different loss mask.
 """
@@ -465,7 +465,7 @@ class Encoder:
             if isinstance(example, OpenPrompt):
                 return self._prompt_job(example)
             if isinstance(example, Completion):
-                if self.template is None:
+                if self.template is None or example.plain:
                     return self._completion_job(example)
                 turns: list[Message] = [
                     {"role": "user", "content": example.prompt},
@@ -503,7 +503,7 @@ class Encoder:
         return _EncodeJob(text, [], False, notes, has_control_tokens=control is not None)
 
     def _completion_job(self, example: Completion) -> _EncodeJob:
-        """Without a template, prompt and completion are concatenated unchanged."""
+        """Prompt and completion are concatenated unchanged."""
         if not example.completion.strip():
             raise EmptyAnswerError("the completion is empty", "write an answer, or remove the row")
         if self.tokenizer.eos_token_id is None:

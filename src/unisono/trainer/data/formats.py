@@ -274,7 +274,7 @@ def _read_alpaca_prompt(row: RowColumns) -> Example:
     opening = f"{_ALPACA}{_WITH_INPUT if context else ''}{_REQUEST}"
     parts = [opening, f"### Instruction:\n{instruction}"]
     parts += [f"### Input:\n{context}"] if context else []
-    return Completion("\n\n".join([*parts, "### Response:\n"]), row.text("output"))
+    return Completion("\n\n".join([*parts, "### Response:\n"]), row.text("output"), plain=True)
 
 
 def alpaca_prompt(row: RowColumns) -> list[Message]:

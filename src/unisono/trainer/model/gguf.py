@@ -2,8 +2,8 @@
 read back.
 
 The package `gguf` has the names of tensors of all architectures. What a tensor must look like
-differs for some; this module knows the architectures in ARCHITECTURES. How llama.cpp splits words
-is found by trying what it knows.
+differs for some: gguf_families.toml says how. How llama.cpp splits words is found by trying what it
+knows.
 """
 
 import json
@@ -23,21 +23,12 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 
 from unisono.base.errors import IntegrityError, ModelError
+from unisono.base.events import Reporter
 from unisono.base.text import one_line
-from unisono.trainer.model.gguf_limits import GEMMAS, Rope, find_difference, longest_context
+from unisono.trainer.model.gguf_families import FAMILIES, KEYS, RENAMED, GgufFamily
+from unisono.trainer.model.gguf_limits import Rope, find_difference, longest_context
 from unisono.trainer.model.multimodal import text_prefixes
 
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "mistral": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "gemma": gguf.MODEL_ARCH.GEMMA,
-    "gemma2": gguf.MODEL_ARCH.GEMMA2,
-    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
-    "phi3": gguf.MODEL_ARCH.PHI3,
-}
-"""By the `model_type` of config.json."""
 DTYPES = {
     "f32": (GgmlType.F32, LlamaFileType.ALL_F32),
     "f16": (GgmlType.F16, LlamaFileType.MOSTLY_F16),
@@ -54,8 +45,6 @@ _FIXED_TYPES = {
 """Of tensors of a vision part, which llama.cpp's converter writes in these whatever the others
 are.
 """
-_INTERLEAVED = ("llama", "mistral")
-"""Models whose rotary dimensions llama.cpp expects in pairs, where transformers has two halves."""
 _QUANTIZED_DIFFERENCE = 0.5  # of the spread of a tensor's values: 2 bits explain that much
 
 TokenizerJson = dict[str, Any]  # as tokenizers writes it
@@ -68,17 +57,22 @@ _LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])*((?=\p{L})[^A-Z])+%s|"
+    r"[^\r\n\p{L}\p{N}]?((?=\p{L})[^a-z])+((?=\p{L})[^A-Z])*%s|"
+    r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_SEED = (_LLAMA3 % "").replace(r"]+[\r\n]*|", r"\r\n]+|")
 _SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-2": ((_GPT2,), False),
     "qwen2": ((_LLAMA3 % "",), False),
     "llama-bpe": ((_LLAMA3 % "{1,3}",), True),
     "dbrx": ((_LLAMA3 % "{1,3}",), False),
     "smollm": ((r"\p{N}", _GPT2), False),
-    "tekken": ((_CASED,), True),
+    "tekken": ((_CASED % ("", "", ""),), True),
+    "gpt-4o": ((_CASED % (_ENDING, _ENDING, "{1,3}"),), False),
+    "seed-coder": ((_SEED,), False),
+    "falcon": ((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"), False),
     "bloom": ((r" ?[^(\s|.,!?…。，、।۔،)]+",), False),
 }
 """llama.cpp's names for ways to split a text before merges; whether a word that is a token is taken
@@ -93,11 +87,19 @@ TEXTS = (
     "你好，世界。今天是2026年5月3日！ こんにちは 안녕하세요 Привет мир Ελληνικά עברית العربية",
     "naïve café résumé Ångström ﬁ ½ ² 🙂🙃👩‍👩‍👧 ~`|^<>[]{}()=+-*/_",
     "('still) [\"'twas'] x't 'move",
-    "a b c d e f 1 2 3 12 123 1234 12345 x1 1x A.B.C. e.g. i.e.",
+    "a b c d e f 1 2 3 12 123 1234 12345 x1 1x A.B.C. e.g. i.e. 7 77 777 7777 77777 777777 7777777",
+    "!!!!!! ..... ?!?… ==>> ``` --- ###\t\t \n \n\n \t\n\n\n   \n     x",
+    "Phường Bến Nghé, ខ្ញុំ រស់នៅ भाषा ภาษาไทย ÉCOLE Straße iPhone XMLHttpRequest I'M y'all's",
 )
-"""Texts by which it is found what llama.cpp must do to give the tokens of a tokenizer."""
+"""Texts by which it is found what llama.cpp must do to give the tokens of a tokenizer; the last has
+words with combining marks.
+"""
 _DECODER_OF_SEVERAL = re.compile(r"^model\.[a-z_]+\.(?=(layers|embed_tokens|norm)\.)")
 """What the names of a multimodal model have before those of its language model."""
+_FUSED = re.compile(r"experts\.gate_up_proj$|shared_mlp\.input_linear\.weight$")
+"""Gate and up projection of experts in one tensor."""
+_CONV1D = re.compile(r"\.(c_attn|c_fc|c_proj)\.weight$")
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -125,29 +127,35 @@ class GgufLayout:
         """
         text = config.get_text_config()
         kind = str(text.model_type)
-        if kind not in ARCHITECTURES:
+        if kind not in FAMILIES:
             raise ModelError.of(
                 f"a model of type {kind} cannot be written as GGUF here",
                 where="config.json: model_type",
-                why=f"the types that can be are {', '.join(ARCHITECTURES)}",
+                why=f"the types that can be are {', '.join(FAMILIES)}",
                 fix=(
                     "write a directory with `unisono export --merge`, and convert it with llama.cpp's"
                     " convert_hf_to_gguf.py"
                 ),
             )
-        layout = cls(text, kind, gguf.get_tensor_name_map(ARCHITECTURES[kind], text.num_hidden_layers))
+        layout = cls(text, kind, gguf.get_tensor_name_map(FAMILIES[kind].number, text.num_hidden_layers))
         layout._check()
         return layout
 
     @property
+    def family(self) -> GgufFamily:
+        """What is known of the family."""
+        return FAMILIES[self.kind]
+
+    @property
     def architecture(self) -> str:
         """llama.cpp's name."""
-        return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[self.kind]]
+        return self.family.architecture
 
     @property
     def head_dim(self) -> int:
         """The width of an attention head."""
-        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self._heads)
+        plain = self.config.hidden_size // self._heads
+        return int(plain if self.family.exact_heads else getattr(self.config, "head_dim", None) or plain)
 
     @property
     def _heads(self) -> int:
@@ -156,8 +164,25 @@ class GgufLayout:
     @property
     def _rope(self) -> Rope:
         """The rotary settings, those of the layers that see all tokens."""
-        rope: Rope = self.config.rope_parameters or {}
+        rope: Rope = getattr(self.config, "rope_parameters", None) or {}
         return rope.get("full_attention", rope)
+
+    @property
+    def _key_value_heads(self) -> int:
+        """Of falcon with one head for all, config.json has a number that is not used."""
+        one = getattr(self.config, "multi_query", False)
+        return 1 if one else int(getattr(self.config, "num_key_value_heads", None) or self._heads)
+
+    @property
+    def _inner_size(self) -> int:
+        """The width of the feed-forward part."""
+        names = ("intermediate_size", "ffn_hidden_size", "n_inner")
+        size = next((int(value) for name in names if (value := getattr(self.config, name, None))), 0)
+        if self.kind == "lfm2" and self.config.block_auto_adjust_ff_dim:
+            multiple = self.config.block_multiple_of
+            size = int(self.config.block_ffn_dim_multiplier * int(2 * size / 3))
+            size = multiple * math.ceil(size / multiple)
+        return size or 4 * int(self.config.hidden_size)
 
     def _check(self) -> None:
         difference = find_difference(self.kind, self.config)
@@ -176,36 +201,64 @@ class GgufLayout:
         Args:
             vocabulary: rows of the embedding.
         """
-        config, name = self.config, self.architecture
-        window = getattr(config, "sliding_window", None)
+        config, family, name = self.config, self.family, self.architecture
+        types = getattr(config, "layer_types", None) or ()
         settings: list[Setting] = [
             ("vocab_size", "uint32", vocabulary),
             ("context_length", "uint32", longest_context(self.kind, config)),
             ("embedding_length", "uint32", config.hidden_size),
             ("block_count", "uint32", config.num_hidden_layers),
-            ("feed_forward_length", "uint32", config.intermediate_size),
+            ("feed_forward_length", "uint32", self._inner_size),
             ("attention.head_count", "uint32", self._heads),
-            ("attention.head_count_kv", "uint32", config.num_key_value_heads),
             ("attention.key_length", "uint32", self.head_dim),
             ("attention.value_length", "uint32", self.head_dim),
-            ("attention.layer_norm_rms_epsilon", "float32", config.rms_norm_eps),
-            ("rope.freq_base", "float32", float(self._rope.get("rope_theta", 10000.0))),
-            (
-                "rope.dimension_count",
-                "uint32",
-                int(self.head_dim * self._rope.get("partial_rotary_factor", 1.0)),
-            ),
         ]
-        if window and self.kind in ("gemma2", "gemma3_text"):
-            settings.append(("attention.sliding_window", "uint32", int(window)))
+        heads = self._key_value_heads
+        settings.append(
+            ("attention.head_count_kv", "array", [heads * (type_ != "conv") for type_ in types])
+            if "conv" in types
+            else ("attention.head_count_kv", "uint32", heads)
+        )
+        settings += [(key, "uint32", self._inner_size) for key in family.experts]
+        settings += self._by_keys()
+        if family.windows:
+            settings.append(("attention.sliding_window", "uint32", int(config.sliding_window)))
         if self.kind == "gemma3_text":
             local_rope = config.rope_parameters["sliding_attention"]
             settings.append(("rope.freq_base_swa", "float32", float(local_rope.get("rope_theta", 10000.0))))
-        if self.kind == "gemma2":
-            settings.append(("attn_logit_softcapping", "float32", config.attn_logit_softcapping))
-            settings.append(("final_logit_softcapping", "float32", config.final_logit_softcapping))
-        settings += self._scaling()
+        settings += self._rotation()
         return [(f"{name}.{key}", kind, value) for key, kind, value in settings]
+
+    def _by_keys(self) -> Iterator[Setting]:
+        """What config.json has, by the names of llama.cpp."""
+        config = self.config.to_dict()
+        for kind, names in KEYS.items():
+            for key, name in names.items():
+                is_read = kind == "uint32" or key in self.family.reads
+                if is_read and config.get(key) is not None:
+                    yield name, kind, {"uint32": int, "float32": float, "bool": bool}[kind](config[key])
+        if (value := config.get("rms_norm_eps")) is not None:
+            yield "attention.layer_norm_rms_epsilon", "float32", value
+        for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"):
+            if (value := config.get(key)) is not None:  # of either kind of norm
+                yield "attention.layer_norm_epsilon", "float32", value
+                yield "attention.layer_norm_rms_epsilon", "float32", value
+        for name, value in self.family.constants.items():
+            yield name, "uint32" if isinstance(value, int) else "float32", value
+
+    def _rotation(self) -> list[Setting]:
+        rope = self._rope
+        if not rope:  # learned positions
+            return []
+        theta = float(rope.get("rope_theta", 10000.0))
+        width = int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
+        if rope.get("rope_type") == "dynamic":  # Hunyuan's, which is one for all lengths
+            theta *= float(rope["alpha"]) ** (width / (width - 2))
+        return [
+            ("rope.freq_base", "float32", theta),
+            ("rope.dimension_count", "uint32", width),
+            *self._scaling(),
+        ]
 
     def _scaling(self) -> list[Setting]:
         rope = self._rope
@@ -227,13 +280,15 @@ class GgufLayout:
             ModelError: if llama.cpp has no name for one.
         """
         tied = base.get_input_embeddings().weight is getattr(base.get_output_embeddings(), "weight", None)
+        omitted = {"lm_head.weight"} if tied and not self.family.head else set()
         inside = text_prefixes(base)
         for name, tensor in base.state_dict().items():
-            if not name.startswith(inside):  # of a vision part
+            if not name.startswith(inside) or name in omitted:  # of a vision part
                 continue
-            if name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
+            if name.endswith(_BUFFERS):
                 continue
-            yield self.name(name), self._laid_out(name, tensor.detach().float())
+            for part, values in self._parts(name, tensor.detach().float()):
+                yield self.name(part), values
         if self._rope.get("rope_type") == "llama3":
             yield "rope_freqs.weight", self._llama3_factors()
 
@@ -244,7 +299,11 @@ class GgufLayout:
             ModelError: if there is none.
         """
         plain = _DECODER_OF_SEVERAL.sub("model.", name)
+        for theirs, known in RENAMED.items():
+            plain = plain.replace(theirs, known)
         stored_name = self.names.get_name(plain, try_suffixes=(".weight", ".bias"))
+        if stored_name is not None and ".experts." in plain:
+            stored_name += ".weight"  # transformers has no suffix for the experts of a layer
         if stored_name is None:
             raise ModelError.of(
                 f"llama.cpp has no name for the tensor {name}",
@@ -253,20 +312,33 @@ class GgufLayout:
             )
         return str(stored_name)
 
-    def _laid_out(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self.kind in GEMMAS and name.endswith("norm.weight"):
-            return tensor + 1  # these norms multiply by 1 + weight, and llama.cpp by what the file has
-        return self.interleaved(name, tensor)
+    def _parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """A tensor as llama.cpp has it: the two halves of experts are two tensors there."""
+        if (fused := _FUSED.search(name)) is not None:
+            form = (
+                "experts.{}_proj" if fused[0].startswith("experts") else "mlp.shared_experts.{}_proj.weight"
+            )
+            for half, part in zip(tensor.chunk(2, dim=-2), ("gate", "up"), strict=True):
+                yield name[: fused.start()] + form.format(part), half.contiguous()
+        elif self.family.one_plus and name.endswith("norm.weight"):
+            yield name, tensor + 1  # these norms multiply by 1 + weight, and llama.cpp by what the file has
+        elif self.family.transposed and _CONV1D.search(name):
+            yield name, tensor.T.contiguous()
+        elif name.endswith(".conv.conv.weight"):  # (C, 1, L)
+            yield name, tensor.squeeze(1)
+        else:
+            yield name, self.rows(name, tensor)
 
-    def interleaved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The outputs of q_proj and k_proj in the order of llama.cpp: a head's two halves become
-        pairs.
-
-        Others are unchanged.
+    def rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The outputs of projections of attention in the order of llama.cpp; others are
+        unchanged.
         """
-        if self.kind not in _INTERLEAVED or not any(f".{part}_proj." in name for part in "qk"):
+        if self.family.query_key_value and ".query_key_value." in name:
+            parts = tensor.reshape(self._heads, 3, -1, *tensor.shape[1:])
+            return parts.swapaxes(0, 1).reshape(tensor.shape)
+        if not self.family.interleaved or not any(f".{part}_proj." in name for part in "qk"):
             return tensor
-        heads = self._heads if ".q_proj." in name else int(self.config.num_key_value_heads)
+        heads = self._heads if ".q_proj." in name else self._key_value_heads
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
 
@@ -460,6 +532,7 @@ def tokenizer_settings(
     stops: Iterable[int],
     end_of_turn: int | None,
     spaces: Spaces,
+    report: Reporter,
 ) -> list[Setting]:
     """The keys of a tokenizer.
 
@@ -472,6 +545,7 @@ def tokenizer_settings(
             a turn, and of a message.
         end_of_turn: the one that the template writes.
         spaces: as `find_spaces` gives it.
+        report: is told of texts whose tokens differ.
 
     Raises:
         ModelError: if llama.cpp has no such tokenizer.
@@ -481,7 +555,7 @@ def tokenizer_settings(
     settings = (
         _pieces(raw, rows, prefix=spaces.prefix)
         if raw["model"].get("byte_fallback")
-        else _bytes(raw, tokenizer)
+        else _bytes(raw, tokenizer, report)
     )
     settings += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
     ends = [end_of_turn] if end_of_turn is not None else []
@@ -518,18 +592,25 @@ def _unknown(what: str) -> ModelError:
     )
 
 
-def _bytes(raw: TokenizerJson, tokenizer: Any) -> list[Setting]:
+def _bytes(raw: TokenizerJson, tokenizer: Any, report: Reporter) -> list[Setting]:
     """The keys of byte-level BPE."""
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
+    name, is_exact = find_split(raw, tokenizer.backend_tokenizer)
+    if not is_exact:
+        report.warning(
+            "tokens_differ",
+            "words with combining marks, as in Hindi and Khmer, have other tokens in llama.cpp than here",
+        )
     return [
         ("tokenizer.ggml.model", "string", "gpt2"),
-        ("tokenizer.ggml.pre", "string", find_split(raw, tokenizer.backend_tokenizer)),
+        ("tokenizer.ggml.pre", "string", name),
         ("tokenizer.ggml.merges", "array", merges),
     ]
 
 
-def find_split(raw: TokenizerJson, real: Tokenizer) -> str:
-    """llama.cpp's name for a way to split texts that gives the same tokens for all of TEXTS.
+def find_split(raw: TokenizerJson, real: Tokenizer) -> tuple[str, bool]:
+    """llama.cpp's name for a way to split texts that gives the same tokens for all of TEXTS; else
+    for all but the last, and then False.
 
     Args:
         raw: tokenizer.json.
@@ -538,21 +619,27 @@ def find_split(raw: TokenizerJson, real: Tokenizer) -> str:
     Raises:
         ModelError: if there is none.
     """
-    expected = _encoded(real, TEXTS)
-    for name, (patterns, ignore_merges) in _SPLITS.items():
-        splits = [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in patterns
-        ]
-        whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        changed = raw | {
-            "normalizer": None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, whole]},
-            "model": raw["model"] | {"ignore_merges": ignore_merges},
-        }
-        if _encoded(Tokenizer.from_str(json.dumps(changed)), TEXTS) == expected:
-            return name
+    made = {name: _splitting(raw, *split) for name, split in _SPLITS.items()}
+    for texts in (TEXTS, TEXTS[:-1]):
+        expected = _encoded(real, texts)
+        for name, tokenizer in made.items():
+            if _encoded(tokenizer, texts) == expected:
+                return name, texts == TEXTS
     raise _unknown("the way in which this tokenizer splits texts")
+
+
+def _splitting(raw: TokenizerJson, patterns: Sequence[str], ignore_merges: bool) -> Tokenizer:  # noqa: FBT001
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    changed = raw | {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, whole]},
+        "model": raw["model"] | {"ignore_merges": ignore_merges},
+    }
+    return Tokenizer.from_str(json.dumps(changed))
 
 
 def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:

@@ -1,13 +1,18 @@
 """What llama.cpp computes by values of its own, whatever config.json says.
 
 A file has no key for such a value, or none that llama.cpp reads: it would be read back as it was
-written, and answer otherwise. The list follows what llama.cpp does with each architecture, and
-tests run it.
+written, and answer otherwise. So a key that llama.cpp does not heed must have the default of its
+class in transformers, which is what llama.cpp computes; tests run it.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
+
+from transformers import PretrainedConfig
+
+from unisono.trainer.model.gguf_families import FAMILIES, KEYS, SIZES
 
 Rope = dict[str, Any]  # transformers' rope_parameters
 Limit = tuple[str, Any, tuple[Any, ...], str]
@@ -15,11 +20,12 @@ Limit = tuple[str, Any, tuple[Any, ...], str]
 does.
 """
 
-GEMMAS = ("gemma", "gemma2", "gemma3_text")
-_LLAMAS = ("llama", "mistral")
-_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-_WINDOWED_EVERY = {"gemma2": 2, "gemma3_text": 6}
-"""Layers with a window: all but each second, or sixth."""
+_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
+_TRAINING = re.compile(
+    "_token_id$|dropout|_pdrop$|initializer|aux_loss|^output_|jitter|^summary_|use_cache|pretraining_tp"
+    "|in_fp32$|upcast|^is_decoder$"
+)
+"""Keys that change nothing, or nothing outside of training."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """A Gemma with so many layers is the one of 27 billion parameters for llama.cpp, whose attention
 has another scale.
@@ -32,10 +38,11 @@ def find_difference(kind: str, config: Any) -> tuple[str, str, str] | None:
     and what llama.cpp does.
 
     Args:
-        kind: the `model_type` of an architecture that can be written.
+        kind: the `model_type` of a family that can be written.
         config: of the text model.
     """
-    for key, value, expected, why in (*_rope_limits(kind, config), *_limits(kind, config)):
+    limits = (*_rope_limits(kind, config), *_gemma_limits(kind, config), *_limits(kind, config))
+    for key, value, expected, why in limits:
         if value not in expected:
             return key, "in this order" if key == "layer_types" else str(value), why
     return None
@@ -44,63 +51,74 @@ def find_difference(kind: str, config: Any) -> tuple[str, str, str] | None:
 def longest_context(kind: str, config: Any) -> int:
     """The longest text, in tokens, for which llama.cpp computes the same.
 
-    It has windows for Gemmas only. Up to the length of a window a text does not need one.
+    It has windows for few families only. Up to the length of a window a text does not need one.
     """
     window, context = getattr(config, "sliding_window", None), int(config.max_position_embeddings)
     types = getattr(config, "layer_types", None) or ()
-    is_windowed = window and kind not in GEMMAS and ("sliding_attention" in types or not types)
+    is_windowed = window and not FAMILIES[kind].windows and ("sliding_attention" in types or not types)
     return min(context, int(window or context)) if is_windowed else context
 
 
 def _limits(kind: str, config: Any) -> Iterator[Limit]:
-    activation = "hidden_activation" if kind in ("gemma2", "gemma3_text") else "hidden_act"
-    function = "gelu_pytorch_tanh" if kind in GEMMAS else "silu"
-    yield activation, getattr(config, activation), (function,), f"it computes {function}"
-    if kind != "llama":
-        biases = getattr(config, "attention_bias", False)
-        yield "attention_bias", biases, (False,), "it reads no such biases"
-    both_ways = getattr(config, "use_bidirectional_attention", None)
-    yield "use_bidirectional_attention", both_ways, (None, False), "a token sees those before it"
-    if kind in _WINDOWED_EVERY:
-        yield from _gemma_limits(kind, config)
+    """Keys without a place in the file."""
+    family = FAMILIES[kind]
+    usual = type(config)(num_hidden_layers=config.num_hidden_layers).to_dict()
+    free = {*PretrainedConfig().to_dict(), *SIZES, *KEYS["uint32"], *family.reads, *family.only}
+    free.update(_WINDOWS[:1] if family.windows else _WINDOWS)  # see longest_context
+    for key, value in family.only.items():
+        shown = " or ".join(map(str, family.only[key])) or "null"
+        yield key, getattr(config, key), tuple(value) or (None,), f"it computes as for {shown}"
+    for key, value in usual.items():
+        if key not in free and not _TRAINING.search(key):
+            yield key, config.to_dict().get(key), (value,), f"it computes as for {value}"
+    if family.exact_heads:
+        width = int(config.hidden_size) // int(config.num_attention_heads)
+        yield "head_dim", config.head_dim or width, (width,), "it computes it from the other sizes"
 
 
 def _gemma_limits(kind: str, config: Any) -> Iterator[Limit]:
-    count, period = int(config.num_hidden_layers), _WINDOWED_EVERY[kind]
-    heads = int(config.num_attention_heads)
-    scalar = int(config.hidden_size) // heads if count == _LAYERS_OF_27B[kind] else int(config.head_dim)
-    why = f"it computes the scale of attention from the other sizes, as for {scalar}"
-    yield "query_pre_attn_scalar", config.query_pre_attn_scalar, (scalar,), why
-    types = tuple("sliding_attention" if (i + 1) % period else "full_attention" for i in range(count))
-    why = f"one in {period} layers, the last, has no window"
-    yield "layer_types", tuple(config.layer_types), (types,), why
-    for name in _SOFTCAPS:
-        value = getattr(config, name, None)
-        if kind == "gemma2":
-            yield name, "null" if value is None else "a number", ("a number",), "it always caps the logits"
-        else:
-            yield name, value, (None,), "it never caps the logits"
+    if kind in _LAYERS_OF_27B:
+        heads = int(config.num_attention_heads)
+        is_27b = int(config.num_hidden_layers) == _LAYERS_OF_27B[kind]
+        scalar = int(config.hidden_size) // heads if is_27b else int(config.head_dim)
+        why = f"it computes the scale of attention from the other sizes, as for {scalar}"
+        yield "query_pre_attn_scalar", config.query_pre_attn_scalar, (scalar,), why
+    if kind == "gemma2":
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            shown = "null" if getattr(config, name) is None else "a number"
+            yield name, shown, ("a number",), "it always caps the logits"
 
 
 def _rope_limits(kind: str, config: Any) -> Iterator[Limit]:
-    parameters = config.rope_parameters or {}
+    family, parameters = FAMILIES[kind], getattr(config, "rope_parameters", None) or {}
     rope = parameters.get("full_attention", parameters)
     scaling = rope.get("rope_type", "default")
-    known = ["default", "linear", *(["llama3"] if kind in _LLAMAS else [])]
+    known = ["default", "linear", *family.rope]
     known += ["yarn"] if kind != "gemma3_text" else []  # whose layers with a window would have it, too
     yield "rope_type", scaling, tuple(known), f"{', '.join(known)} can be written"
-    if kind != "phi3":
+    if not family.partial:
         part = rope.get("partial_rotary_factor", 1.0)
         yield "partial_rotary_factor", part, (1.0,), "it rotates whole heads"
     if scaling == "yarn":
         yield from _yarn_limits(rope)
-    if kind == "gemma3_text":
-        local_type = parameters["sliding_attention"].get("rope_type", "default")
+    if scaling == "dynamic":
         yield (
-            "rope_type of sliding_attention",
-            local_type,
-            ("default",),
-            "layers with a window are never scaled",
+            "alpha",
+            "null" if not rope.get("alpha") else "a number",
+            ("a number",),
+            "it does not scale later",
+        )
+    local = parameters.get("sliding_attention")
+    if local is not None:
+        why = "layers with a window are never scaled"
+        yield "rope_type of sliding_attention", local.get("rope_type", "default"), ("default",), why
+    if local is not None and kind != "gemma3_text":
+        theta = rope["rope_theta"]
+        yield (
+            "rope_theta of sliding_attention",
+            local["rope_theta"],
+            (theta,),
+            f"it takes {theta} for all layers",
         )
 
 

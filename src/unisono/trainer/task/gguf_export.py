@@ -187,7 +187,7 @@ class _ExportedModel:
         settings = [*_identity("model", name), ("file_type", "uint32", int(DTYPES[kept][1]))]
         self._write(
             path,
-            [*_general(settings), *self.layout.settings(rows), *self._tokenizer(rows)],
+            [*_general(settings), *self.layout.settings(rows), *self._tokenizer(rows, report)],
             lambda: self.layout.tensors(base),
             dtype=kept,
         )
@@ -260,7 +260,7 @@ class _ExportedModel:
             texts = [self.template.render([{"role": "user", "content": text}], prompt=True) for text in texts]
         return find_spaces(self.tokenizer, texts)
 
-    def _tokenizer(self, rows: int) -> list[Setting]:
+    def _tokenizer(self, rows: int, report: Reporter) -> list[Setting]:
         template = self.template
         end = template.end_of_turn if template is not None else None
         return tokenizer_settings(
@@ -270,6 +270,7 @@ class _ExportedModel:
             stops=sorted(self.stops),
             end_of_turn=self.tokenizer.convert_tokens_to_ids(end) if end is not None else None,
             spaces=self.spaces,
+            report=report,
         )
 
     def go_template(self) -> str | None:
@@ -364,7 +365,7 @@ def lora_tensors(model: Any, layout: GgufLayout) -> LoraTensors:
         plain = name.removeprefix("base_model.model.") + ".weight"
         alpha = scaling * a.shape[0] if alpha is None else alpha
         own = scaling * a.shape[0] / alpha  # 1, unless ranks or alphas differ
-        up = layout.interleaved(plain, b.detach().float() * own)
+        up = layout.rows(plain, b.detach().float() * own)
         tensors += [
             (f"{layout.name(plain)}.lora_a", a.detach().float()),
             (f"{layout.name(plain)}.lora_b", up),

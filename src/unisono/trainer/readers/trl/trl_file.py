@@ -240,6 +240,11 @@ def _data(draft: Draft, trainer: str) -> None:
     draft.put_if_set("data.template", "chat_template_path")
     if trainer == "sft":
         _loss_on(draft)
+    else:
+        draft.warnings.append(
+            "dataset_name: rows whose prompt and answers are text have no chat template in TRL; here they are"
+            " turns of it"
+        )
 
 
 def _sources(draft: Draft, trainer: str) -> list[dict[str, object]]:
