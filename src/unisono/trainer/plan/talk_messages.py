@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from unisono.base.messages import TalkNews
 from unisono.guard.supervise.codec import encode_message
-from unisono.trainer.plan.task_requests import SamplingParams
+from unisono.trainer.plan.task_requests import NamedAdapter, SamplingParams
 
 PICTURE_TAG = "<image>"
 """Where a picture belongs in a text, as in rows."""
@@ -190,6 +190,24 @@ class Ping:
     kind: ClassVar = "ping"
 
 
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """An adapter is to be put on the model; the answer is `AdapterChanged` or `RefusedAsk`."""
+
+    kind: ClassVar = "load_adapter"
+    id: int
+    adapter: NamedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """An adapter that nobody uses is to be taken off the model."""
+
+    kind: ClassVar = "unload_adapter"
+    id: int
+    name: str
+
+
 # ---- from a server
 
 
@@ -278,10 +296,18 @@ class FailedAsk:
     where: str
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterChanged:
+    """An adapter is on the model now, or has been taken off."""
+
+    kind: ClassVar = "adapter_changed"
+    id: int
+
+
 ChatInput = Say | Attach | Clear
 ChatNews = Ready | Attached | TokenText | TurnAnswer | RefusedTurn
-ServeInput = Ask | Drop | Ping
-ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk
+ServeInput = Ask | Drop | Ping | LoadAdapter | UnloadAdapter
+ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk | AdapterChanged
 
 
 def encode_news(news: ChatNews | ServeNews) -> TalkNews:

@@ -343,11 +343,13 @@ class ServeRequest:
 
     Attributes:
         adapters: of the model, which must be a base model then.
+        takes_adapters: whether adapters may come later, too.
     """
 
     model: RequestedModel
     rows: int
     adapters: tuple[NamedAdapter, ...] = ()
+    takes_adapters: bool = False
 
 
 class Drawn(TypedDict):

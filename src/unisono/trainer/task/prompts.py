@@ -393,13 +393,17 @@ class PromptProcess:
         """
         self._readers = readers
         self._prepared = prepared
-        self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._asks: queue.SimpleQueue[Ask | PromptReaders] = queue.SimpleQueue()
         self._start()
         threading.Thread(target=self._run, name="prompts", daemon=True).start()
 
     def submit(self, ask: Ask) -> None:
         """Queues a request."""
         self._asks.put(ask)
+
+    def renew(self, readers: PromptReaders) -> None:
+        """Queues different readers for the requests after this: those of a new process."""
+        self._asks.put(readers)
 
     def close(self) -> None:
         """Ends the process."""
@@ -416,7 +420,12 @@ class PromptProcess:
     def _run(self) -> None:
         while True:
             ask = self._asks.get()
-            self._prepared.put(self._with_grammar(ask, self._answer(ask)))
+            if isinstance(ask, PromptReaders):
+                self._readers = ask
+                self._process.kill()
+                self._restart()
+            else:
+                self._prepared.put(self._with_grammar(ask, self._answer(ask)))
 
     def _with_grammar(self, ask: Ask, prompt: "ReadPrompt") -> Prepared:
         """The request, with the grammar of its answer.
