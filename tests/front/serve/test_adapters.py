@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,14 +118,14 @@ def folder(adapters: dict[str, Path], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def loading(serve: Serve, endless: Path, folder: Path, tmp_path: Path) -> Iterator[Served]:
+def loading(serve: Serve, endless: Path, folder: Path, tmp_path: Path) -> Served:
     """A server with a key that lets clients load adapters."""
     key = tmp_path / "key"
     key.write_text("secret\n")
     key.chmod(0o600)
     served = serve(endless, "--key-file", key, "--adapter-folders", folder)
     served.key = "secret"
-    yield served
+    return served
 
 
 def load(served: Served, name: str, path: object) -> Reply:

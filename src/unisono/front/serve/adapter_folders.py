@@ -1,5 +1,5 @@
-"""Adapters that clients load and unload while the server runs, as with vLLM: what the requests have,
-and the directories that the operator allows.
+"""Adapters that clients load and unload while the server runs, as with vLLM: what the requests
+have, and the directories that the operator allows.
 """
 
 from collections.abc import Iterable

@@ -40,7 +40,9 @@ from unisono.trainer.plan.talk_messages import (
     RefusedAsk,
     ServeInput,
     ServeNews,
+    TextsRequest,
     UnloadAdapter,
+    Valued,
 )
 from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel, ServeRequest
 
@@ -154,12 +156,12 @@ class PendingAsk:
     Attributes:
         question: for the task.
         id: of the task's messages.
-        messages: `Begun`, then pieces of the answer, then `Answered`; or an ApiError.
+        messages: `Begun`, then pieces of the answer, then `Answered`; or `Valued`; or an ApiError.
     """
 
-    question: PromptRequest
+    question: PromptRequest | TextsRequest
     id: int
-    messages: "asyncio.Queue[Begun | AnswerPiece | Answered | ApiError]" = field(
+    messages: "asyncio.Queue[Begun | AnswerPiece | Answered | Valued | ApiError]" = field(
         default_factory=asyncio.Queue
     )
     since: float = field(default_factory=time.monotonic)
@@ -174,7 +176,17 @@ class PendingAsk:
         assert isinstance(begun, Begun)
         return begun
 
-    async def _next(self) -> Begun | AnswerPiece | Answered:
+    async def valued(self) -> Valued:
+        """The values of its texts.
+
+        Raises:
+            ApiError: if there will be none.
+        """
+        valued = await self._next()
+        assert isinstance(valued, Valued)
+        return valued
+
+    async def _next(self) -> Begun | AnswerPiece | Answered | Valued:
         message = await self.messages.get()
         if isinstance(message, ApiError):
             raise message
@@ -188,7 +200,7 @@ class PendingAsk:
         """
         while True:
             message = await self._next()
-            assert not isinstance(message, Begun)
+            assert isinstance(message, AnswerPiece | Answered)
             yield message
             if isinstance(message, Answered):
                 return
@@ -282,7 +294,7 @@ class ModelProcess:
         self._refuse_all(_ending())
         self._task.close(patience_s=0.5)
 
-    def submit(self, questions: list[PromptRequest]) -> list[PendingAsk]:
+    def submit(self, questions: Sequence[PromptRequest | TextsRequest]) -> list[PendingAsk]:
         """Queues prompts.
 
         Raises:
@@ -517,17 +529,17 @@ class ModelProcess:
                 self._changed(news.id)
             case RefusedAsk() | FailedAsk() if news.id in self._changes:
                 self._refuse_adapter(news)
-            case Answered() | RefusedAsk() | FailedAsk():
+            case Answered() | Valued() | RefusedAsk() | FailedAsk():
                 self._finish(news)
             case None if not self.ready.is_set():
                 self._on_message(message)
 
-    def _finish(self, news: Answered | RefusedAsk | FailedAsk) -> None:
+    def _finish(self, news: Answered | Valued | RefusedAsk | FailedAsk) -> None:
         ask = self._running.pop(news.id, None)
         if ask is None:
             return
         match news:
-            case Answered():
+            case Answered() | Valued():
                 self._answer_s += 0.2 * (time.monotonic() - ask.since - self._answer_s)
                 ask.messages.put_nowait(news)
             case FailedAsk(_, text):
@@ -535,8 +547,7 @@ class ModelProcess:
                 ask.messages.put_nowait(ApiError(500, text, code="model_error"))
             case RefusedAsk(_, problem, text, fix):
                 status, code = _STATUS.get(problem, (400, "invalid_value"))
-                is_chat = ask.question.messages is not None
-                param = problem if status == 400 else "messages" if is_chat else "prompt"
+                param = problem if status == 400 else ask.question.part
                 text = f"{text}; {fix}" if fix else text
                 ask.messages.put_nowait(ApiError(status, text, param=param, code=code))
         self._freed.set()

@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from http import HTTPStatus
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,15 @@ from unisono.front.serve.protocol import (
     unknown_model,
 )
 from unisono.front.serve.responses import ResponseObjects, ResponseRequest
+from unisono.front.serve.values import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    ValueRequest,
+    refuse_path,
+)
 from unisono.guard.facts.network import bind_listener
-from unisono.trainer.plan.talk_messages import Answered, AnswerPiece, ScoredToken, Thought
+from unisono.trainer.plan.talk_messages import Answered, AnswerPiece, ScoredToken, Thought, Valued
 from unisono.trainer.plan.task_requests import NamedAdapter
 
 LOCAL = ("127.0.0.1", "localhost")
@@ -54,11 +61,6 @@ _LOADING_S = 2
 _KEEP_ALIVE_S = 30
 _KEY_BYTES = 1 << 16
 _CLOSE_S = 2  # for the last bytes of answers, once all have ended
-_ABSENT = {
-    "/v1/embeddings": "the models of this server write texts, and give no embeddings",
-    "/v1/score": "the models of this server write texts; `unisono eval` has the scores of a reward model",
-}
-"""Paths of other servers that are not answered, and why."""
 _PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, or a cut network
 
 
@@ -169,6 +171,12 @@ class Api:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/responses", self._respond, methods=["POST"]),
+                Route("/v1/embeddings", partial(self._value, EmbeddingRequest), methods=["POST"]),
+                *(
+                    Route(path, partial(self._value, ScoreRequest), methods=["POST"])
+                    for path in ("/v1/score", "/score")
+                ),
+                Route("/classify", partial(self._value, ClassifyRequest), methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             ],
@@ -183,6 +191,7 @@ class Api:
         """Answers one request."""
         try:
             self._admit(Headers(scope=scope))
+            refuse_path(scope["path"], self._model.facts)
         except ApiError as error:
             await _error_response(error)(scope, receive, send)
         else:
@@ -313,6 +322,20 @@ class Api:
         asks = await self._submit(request, parsed)
         objects = Objects(parsed.model, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
         return await self._send(request, asks, parsed, _Answer(asks, objects, parsed))
+
+    async def _value(self, kind: type[ValueRequest], request: Request) -> Response:
+        """The values of texts."""
+        parsed: ValueRequest = await self._read(kind, request)
+        asks = self._model.submit([parsed.question(self._model.facts)])
+        try:
+            valued: Valued | None = await _while_connected(request, asks[0].valued())
+        finally:
+            self._model.drop(asks)
+        if valued is None:
+            return Response(status_code=499)
+        return await asyncio.to_thread(
+            lambda: JSONResponse(parsed.answer(valued, self._model.facts))  # of up to a million numbers
+        )
 
     async def _submit(self, request: Request, parsed: ChatRequest | CompletionRequest) -> list[PendingAsk]:
         """Queues the prompts of a request.
@@ -630,9 +653,7 @@ async def _show_error(_: Request, error: Exception) -> Response:
 
 async def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    why = _ABSENT.get(path, error.detail) if error.status_code == HTTPStatus.NOT_FOUND else error.detail
-    what = f"{request.method} {one_line(path, limit=100)}: {why}"
+    what = f"{request.method} {one_line(request.scope['path'], limit=100)}: {error.detail}"
     return _error_response(ApiError(error.status_code, what))
 
 

@@ -351,6 +351,11 @@ class ServeRequest:
     adapters: tuple[NamedAdapter, ...] = ()
     takes_adapters: bool = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether adapters share the model, which writes answers then."""
+        return bool(self.adapters) or self.takes_adapters
+
 
 class Drawn(TypedDict):
     """The files of drawn pictures."""

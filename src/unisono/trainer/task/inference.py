@@ -240,7 +240,7 @@ def open_requested(
     if is_shared:
         blind = "several adapters share the model, and their prompts have no pictures"
         return replace(_open(target, None, placed, is_shared=True), blind=blind)
-    if sees is not None:
+    if sees is not None or target.embeds or target.head is not None:
         return _open(target, _processor_of(target) if sees else None)
     processor, blind = _sight_of(target, report)
     if processor is not None:

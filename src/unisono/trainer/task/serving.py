@@ -58,6 +58,7 @@ from unisono.trainer.task.prompts import (
     describe_failure,
 )
 from unisono.trainer.task.several_adapters import AdapterSwitch, find_adapters
+from unisono.trainer.task.value_serving import serve_values
 
 DeskMessage = ServeInput | Prepared | None
 """None: the end of stdin."""
@@ -72,10 +73,18 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
     with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
         faulthandler.register(signal.SIGUSR2, file=2)
     opened = open_requested(
-        request.model, report, sees=None, adapters=request.adapters, takes_adapters=request.takes_adapters
+        request.model,
+        report,
+        answers=request.is_shared,
+        sees=None,
+        adapters=request.adapters,
+        takes_adapters=request.takes_adapters,
     )
-    served = _served_models(opened)
     lines: queue.SimpleQueue[DeskMessage] = queue.SimpleQueue()
+    if opened.target.embeds or opened.target.head is not None:
+        threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
+        return serve_values(opened, lines, report)
+    served = _served_models(opened)
     prompts = PromptProcess(_readers(served), lines)
     threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
     with contextlib.closing(prompts), opened.ready() as model, contextlib.ExitStack() as stack:
@@ -316,6 +325,8 @@ class _Desk:
         if isinstance(prompt, RefusedAsk | FailedAsk):
             self._report.send(encode_news(prompt))
         else:
+            assert isinstance(ask.question, PromptRequest)
+            assert isinstance(prompt, PromptInputs)
             self._add(ask.id, ask.question, prompt, prepared.grammar)
 
     def _add(
