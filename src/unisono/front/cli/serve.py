@@ -52,6 +52,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    prompt_cache: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MB",
+            help="Memory for recent prompts, so that prompts that begin alike are read faster.",
+        ),
+    ] = 256,
     image_hosts: Annotated[
         str | None,
         typer.Option(
@@ -119,6 +127,7 @@ def serve(
             requested,
             adapters=named,
             takes_adapters=bool(folders.paths),
+            prompt_cache_bytes=prompt_cache * 1_000_000,
             on_message=progress.show,
             on_failure=_warn_of_failure,
             on_restart=_say_restart,

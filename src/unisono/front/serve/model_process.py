@@ -223,6 +223,7 @@ class ModelProcess:
         *,
         adapters: Sequence[NamedAdapter] = (),
         takes_adapters: bool = False,
+        prompt_cache_bytes: int = 256_000_000,
         on_message: Show,
         on_failure: Callable[[FailedAsk], None],
         on_restart: Callable[[RankDied], None],
@@ -236,6 +237,7 @@ class ModelProcess:
             model: what to load.
             adapters: of the model.
             takes_adapters: whether `load` may add others.
+            prompt_cache_bytes: of memory for earlier prompts.
             on_message: gets the messages while it is loaded.
             on_failure: gets requests that failed.
             on_restart: gets the reason of a restart.
@@ -246,7 +248,7 @@ class ModelProcess:
         self._patience_s = patience_s
         self._load_s: float | None = None
         self.adapters = tuple(adapters)
-        self._request = ServeRequest(model, ROWS, self.adapters, takes_adapters)
+        self._request = ServeRequest(model, ROWS, self.adapters, takes_adapters, prompt_cache_bytes)
         self._changes: dict[int, asyncio.Future[None]] = {}
         self._changing: set[str] = set()  # names of adapters
         self._freed = asyncio.Event()  # since it was cleared, an answer has ended

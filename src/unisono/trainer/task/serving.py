@@ -18,8 +18,9 @@ from unisono.base.events import Reporter
 from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.data.text_encoder import probe_tokenizer
-from unisono.trainer.model.engine import Engine, GeneratedAnswer, TokenScore
+from unisono.trainer.model.engine import Engine, GeneratedAnswer, KnownPrompts, TokenScore
 from unisono.trainer.model.forward import PictureInputs
+from unisono.trainer.model.prompt_cache import PromptCache
 from unisono.trainer.model.token_grammars import GrammarError, LLGrammar, TokenGrammars
 from unisono.trainer.plan.talk_messages import (
     AdapterChanged,
@@ -88,7 +89,9 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
     prompts = PromptProcess(_readers(served), lines)
     threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
     with contextlib.closing(prompts), opened.ready() as model, contextlib.ExitStack() as stack:
-        desk = _Desk(served, model, prompts, report, rows=request.rows)
+        desk = _Desk(
+            served, model, prompts, report, rows=request.rows, prompt_cache=request.prompt_cache_bytes
+        )
         first = desk.engines[""]
         stack.enter_context(first.ready())  # the others compute with the same model
         note = "; ".join(one.note for one in served.values() if one.note)
@@ -212,6 +215,7 @@ class _Desk:
         report: Reporter,
         *,
         rows: int,
+        prompt_cache: int,
     ) -> None:
         self._served = served
         self._rows = rows
@@ -222,12 +226,13 @@ class _Desk:
         self._peft_model = model if keys else None
         self._switch = AdapterSwitch(model, keys)
         self._placed = len(keys)  # adapters so far
-        self.engines = {name: self._engine(model, one) for name, one in served.items()}
+        self._known = PromptCache(prompt_cache) if prompt_cache else None
+        self.engines = {name: self._engine(name, model, one) for name, one in served.items()}
         self._unread: set[int] = set()  # requests whose prompts are being read
         self._places: dict[int, _Place] = {}
         self.answered = 0
 
-    def _engine(self, model: Any, served: _ServedModel) -> Engine:
+    def _engine(self, name: str, model: Any, served: _ServedModel) -> Engine:
         opened = served.opened
         engine = Engine(
             model,
@@ -236,6 +241,7 @@ class _Desk:
             rows=self._rows,
             together=not opened.forward.rows_apart,
             allow=served.grammars.allow,
+            known=KnownPrompts(self._known, name) if self._known is not None else None,
         )
         engine.on_failure = self.fail
         return engine
@@ -300,11 +306,13 @@ class _Desk:
         self._placed += 1
         self._switch.add(self._peft_model, placed.key)
         self._served[adapter.name] = served
-        self.engines[adapter.name] = self._engine(self._peft_model, served)
+        self.engines[adapter.name] = self._engine(adapter.name, self._peft_model, served)
 
     def _unload(self, name: str) -> None:
         served = self._served.pop(name)
         del self.engines[name]
+        if self._known is not None:
+            self._known.forget(name)
         assert served.key is not None
         self._switch.remove(served.key)
         if len(self._served) == 1:
