@@ -2,7 +2,7 @@
 answer lengths: tokens a second of 1, 16, 64 and 256 requests at once.
 
 python bench/serve_peers.py [m15|m135|MODEL ...] --peer-python PYTHON [--node DIR]
-    [--streams 1 16 64 256] [--rounds 2] [--tokens 24] [--threads 1] [--out bench/results/serve_peers.json]
+    [--streams 1 16 64 256] [--rounds 2] [--tokens 32] [--threads 1] [--out bench/results/serve_peers.json]
 
 PYTHON has transformers[serving]; DIR has node_modules/node-llama-cpp. Both servers answer the same
 chats at temperature 0, in turn in each round; each ratio is that of the medians of one run. The peer
@@ -44,9 +44,9 @@ def free_port() -> int:
 
 
 def prompts(count: int) -> list[str]:
-    """Questions of 20 to 60 words, all different."""
+    """Questions of 5 to 25 words, all different."""
     writer = Writer(7)
-    return [writer.text(20 + number % 41) for number in range(count)]
+    return [writer.text(5 + number % 21) for number in range(count)]
 
 
 def ask(port: int, model: str, prompt: str, tokens: int) -> int:
@@ -117,11 +117,14 @@ def answers(port: int, path: str) -> bool:
     return False
 
 
-def llama_rate(file: Path, node: Path, streams: int, *, tokens: int, threads: int) -> float:
-    """Tokens a second of llama.cpp with so many sequences in a batch."""
+def llama_rate(file: Path, node: Path, streams: int, *, tokens: int, threads: int) -> float | None:
+    """Tokens a second of llama.cpp with so many sequences in a batch; None if it fails."""
     job = json.dumps({"file": str(file), "prompts": prompts(streams), "tokens": tokens, "threads": threads})
     command = ["node", str(NODE_SCRIPT), str(node)]
-    done = subprocess.run(command, input=job, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=job, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"llama.cpp, {streams}: {done.stderr[-300:]}", file=sys.stderr)
+        return None
     return float(json.loads(done.stdout)["rate"])
 
 
@@ -165,7 +168,8 @@ def measure(model: Path, arguments: argparse.Namespace, work: Path) -> dict[str,
                         measured = llama_rate(
                             gguf, arguments.node, streams, tokens=arguments.tokens, threads=arguments.threads
                         )
-                    rates.setdefault("llama.cpp", []).append(measured)
+                    if measured is not None:
+                        rates.setdefault("llama.cpp", []).append(measured)
             found[str(streams)] = rates
             print(model.name, streams, json.dumps(rates), file=sys.stderr, flush=True)
     return {
@@ -191,7 +195,7 @@ def main() -> None:
     parser.add_argument("--node", type=Path)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
