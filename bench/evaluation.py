@@ -32,7 +32,7 @@ from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.generate import generate
 from unisono.trainer.plan.task_requests import RequestedModel
-from unisono.trainer.task import evaluate
+from unisono.trainer.task import evaluate, evaluation_rows
 from unisono.trainer.task.inference import InferenceModel, open_requested
 
 QUESTIONS = 32
@@ -111,8 +111,8 @@ def in_dtype(model: Path, dtype: str) -> Path:
 
 def measure_loss(opened: InferenceModel, model: Path, rows: Path, work: Path, rounds: int) -> dict[str, Any]:
     """The loss of all rows, by us and by TRL."""
-    config = evaluate.evaluation_config(opened, str(rows))
-    _, table = evaluate._prepared(config, work / "cache", Reporter(None))  # noqa: SLF001 - without scores
+    config = evaluation_rows.evaluation_config(opened, str(rows))
+    _, table = evaluation_rows.prepared_rows(config, work / "cache", Reporter(None))
     sequences = list(range(table.sequences))
     trainer = trl_trainer(model, rows, work, opened.dtype)
     times: dict[str, dict[str, list[float]]] = {"trl": {}, "unisono": {}}

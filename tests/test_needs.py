@@ -58,22 +58,17 @@ def suite(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")])
 def test_a_skip_that_is_not_allowed_fails_the_run(
-    suite: Path, options: tuple[str, ...], code: int, workers: tuple[str, ...]
+    suite: Path,
+    options: tuple[str, ...],
+    code: int,
+    workers: tuple[str, ...],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-c",
-        "/dev/null",
-        "--rootdir",
-        str(suite),
-        "-p",
-        "tests.needs",
-        *workers,
-        *options,
-    ]
+        sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(suite), "-p", "tests.needs",
+        # In pytest's usual directory it would first remove what older runs left there, for minutes.
+        "--basetemp", str(tmp_path_factory.mktemp("inner")), *workers, *options,
+    ]  # fmt: skip
     alone = os.environ | {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
     }  # what is installed beside it takes a second to import

@@ -118,7 +118,7 @@ def test_form_and_yaml_follow_each_other(browser: Browser, tmp_path: Path) -> No
         page.get_by_text(re.compile("All settings")).click()
         page.get_by_label("Search settings").fill("seed")
         assert page.locator("#a-seed").input_value() == "7"
-        assert page.locator("details .field:visible").count() < 10
+        until(lambda: page.locator("details .field:visible").count() < 10)
         page.locator("#a-seed").fill("8")
         until(lambda: "seed: 8" in yaml_of(page))
         assert "unisono train mine.yaml" in page.locator(".command").inner_text()

@@ -18,7 +18,7 @@ from unisono.base.causes import Verdict
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.rank_monitor import StallMonitor
 from unisono.guard.watch.views import Look, ProcessView, RankView
-from unisono.trainer.config.schema import WatchSection
+from unisono.trainer.config.training_sections import WatchSection
 
 
 class FakeRanks:

@@ -28,7 +28,7 @@ from unisono.jobs.remote_checkpoint.storage import storage_tried
 from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import RunConfig
-from unisono.trainer.config.schema import CheckpointSection
+from unisono.trainer.config.training_sections import CheckpointSection
 from unisono.trainer.plan.task_requests import FindCopy
 
 Until = Callable[[Callable[[], bool]], None]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.trainer.config.schema import SourceSection
+from unisono.trainer.config.data_sections import SourceSection
 from unisono.trainer.data import Completion, Conversation, Message, Messages, RowError, Text
 from unisono.trainer.data.control_tokens import ControlTokens
 from unisono.trainer.data.encode import Encoder

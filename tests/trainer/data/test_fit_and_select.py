@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.trainer.config.schema import MixSection, SourceSection
+from unisono.trainer.config.data_sections import MixSection, SourceSection
 from unisono.trainer.data import RowError
 from unisono.trainer.data.build import eval_rows, mixed_counts, picked_rows, row_repeats
 from unisono.trainer.data.ingest import explain_fit, fit, fit_unit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.trainer.config.schema import TagsSection
+from unisono.trainer.config.data_sections import TagsSection
 from unisono.trainer.data import Completion, Conversation, Message, RowError, Text, ToolCall
 from unisono.trainer.data.formats import FormatName, detect, to_example
 

@@ -15,7 +15,8 @@ import pytest
 
 from unisono.base.errors import DataError, Problem
 from unisono.base.events import Reporter
-from unisono.trainer.config.schema import COLUMN_NAMES, RunConfig
+from unisono.trainer.config.data_sections import COLUMN_NAMES
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.formats import COLUMNS, FormatName
 from unisono.trainer.data.prepare import prepare_data
 from unisono.trainer.data.row_names import MEDIA, READABLE

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from unisono.base.errors import DataError, Problem
-from unisono.trainer.config.schema import COLUMN_NAMES, SourceSection
+from unisono.trainer.config.data_sections import COLUMN_NAMES, SourceSection
 from unisono.trainer.data import Completion, Conversation, Message, Place, Preference, RawRow
 from unisono.trainer.data.formats import to_example
 from unisono.trainer.data.preference_rows import read_preference

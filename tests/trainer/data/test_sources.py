@@ -18,7 +18,7 @@ import fsspec
 import pytest
 
 from unisono.base.errors import DataError, Problem
-from unisono.trainer.config.schema import DataSection, SourceSection
+from unisono.trainer.config.data_sections import DataSection, SourceSection
 from unisono.trainer.data import RawRow
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.sources import RowSource, fetch_hub, find_sources
@@ -233,7 +233,7 @@ def test_a_hub_dataset_is_written_once_and_then_needs_no_datasets(tmp_path: Path
     cache = tmp_path / "cache"
     cache.mkdir()
     script = (
-        "import sys; from pathlib import Path; from unisono.trainer.config.schema import SourceSection; from"
+        "import sys; from pathlib import Path; from unisono.trainer.config.data_sections import SourceSection; from"
         " unisono.trainer.data.sources import fetch_hub\nfor splits in (['train'], ['validation', 'test']):\n   "
         f" print(fetch_hub(SourceSection(path='owner/name'), 'data.train', Path({str(cache)!r}),"
         " splits=splits)[0].name)\nprint('datasets' in sys.modules)"
@@ -261,7 +261,7 @@ def test_a_subset_and_a_folder_of_a_hub_dataset_are_downloads_of_their_own(tmp_p
     configs = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("en", "de"))
     (root / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     script = (
-        "from pathlib import Path; from unisono.trainer.config.schema import SourceSection; from"
+        "from pathlib import Path; from unisono.trainer.config.data_sections import SourceSection; from"
         " unisono.trainer.data.sources import fetch_hub\nfrom unisono.trainer.data.readers import read_rows\nfor more in"
         " ({'subset': 'de'}, {'subset': 'en'}, {'folder': 'more'}):\n    (file,) ="
         f" fetch_hub(SourceSection(path='owner/name', **more), 'data.train', Path({str(tmp_path)!r}),"
@@ -281,7 +281,7 @@ def test_a_subset_and_a_folder_of_a_hub_dataset_are_downloads_of_their_own(tmp_p
 
 def test_a_hub_id_that_is_not_to_be_had_is_refused(tmp_path: Path) -> None:
     script = (
-        "from pathlib import Path; from unisono.trainer.config.schema import DataSection; from unisono.trainer.data.sources"
+        "from pathlib import Path; from unisono.trainer.config.data_sections import DataSection; from unisono.trainer.data.sources"
         " import find_sources\nfrom unisono.base.errors import DataError\ntry:\n   "
         f" find_sources(DataSection(train='nobody/nothing'), cache_dir=Path({str(tmp_path)!r}))\nexcept"
         " DataError as error:\n    print(error.problems[0].what); print(error.problems[0].where)"

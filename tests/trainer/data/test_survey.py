@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.trainer.config.schema import DataSection
+from unisono.trainer.config.data_sections import DataSection
 from unisono.trainer.data.sources import find_sources
 from unisono.trainer.data.survey import estimated_tokens, fitting_length, survey
 from unisono.trainer.plan.extent import FEW_STEPS, propose_extent

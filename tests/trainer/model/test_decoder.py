@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.model.attention import FLAT_ATTENTION, register
 from unisono.trainer.model.decoder import (
     Product,

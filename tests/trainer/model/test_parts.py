@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from unisono.base.errors import ModelError
-from unisono.trainer.config.schema import AdapterSection, RunConfig
+from unisono.trainer.config.model_sections import AdapterSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.families.text.rows import with_parts
 from unisono.trainer.model.adapter import add_adapter
 from unisono.trainer.model.directory import inspect_model

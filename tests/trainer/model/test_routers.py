@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.trainer.model.test_forward import _rows
 from unisono.base.errors import ModelError
-from unisono.trainer.config.schema import RouterLossSection
+from unisono.trainer.config.training_sections import RouterLossSection
 from unisono.trainer.model.forward import Forward, Rows, choose_forward
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.model.routers import Decisions

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.trainer.ranks.conftest import Workshop
 from unisono.base.errors import Disagreed, ModelError
-from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.model.forward import Rows, choose_forward
 from unisono.trainer.model.layers import has_kernels
 from unisono.trainer.model.load import LoadedModel

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.model.kernels import AdamWFigures, load_kernels
 from unisono.trainer.training import optim
 from unisono.trainer.training.optim import adamw_by_torch, build_optimizers

@@ -17,7 +17,8 @@ from unisono.base.errors import ConfigError
 from unisono.trainer.checkpoint.state import CheckpointReader
 from unisono.trainer.config import build_config
 from unisono.trainer.config.optimizers import OPTIMIZERS
-from unisono.trainer.config.schema import OptimSection, RunConfig
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.plan import mean_state_bytes, needed_packages
 from unisono.trainer.plan.run_plan import ModelFacts
 from unisono.trainer.plan.schedule import beyond_training, unusual_schedule

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.training.optim import build_optimizers
 
 Train = Callable[..., Any]

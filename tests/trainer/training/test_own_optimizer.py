@@ -20,7 +20,7 @@ from unisono.jobs.runs.train_request import named_code_digests, refuse_code, wit
 from unisono.trainer.config import RunConfig, build_config, optimizers
 from unisono.trainer.config.optimizers import OptimizerKind
 from unisono.trainer.config.schedules import SCHEDULES
-from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.training.optim import build_optimizers
 
 Train = Callable[..., Any]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 from tests.logits import logits_of_probe
 from unisono.base.errors import ModelError
-from unisono.trainer.config.schema import RopeSection
+from unisono.trainer.config.model_sections import RopeSection
 from unisono.trainer.model.forward import Rows, choose_forward
 from unisono.trainer.model.layers import context_of, scale_rope
 from unisono.trainer.model.load import LoadedModel

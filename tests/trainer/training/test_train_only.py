@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from unisono.base.errors import ModelError
 from unisono.trainer.config import RunConfig
-from unisono.trainer.config.schema import TrainOnlySection
+from unisono.trainer.config.model_sections import TrainOnlySection
 from unisono.trainer.model.load import chosen_layers
 
 Train = Callable[..., Any]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tests.trainer.vision.broken import PNG
 from tests.trainer.vision.conftest import Gallery
 from unisono.base.errors import DataError
-from unisono.trainer.config.schema import DataSection
+from unisono.trainer.config.data_sections import DataSection
 from unisono.trainer.data.pictures import kept_bytes
 from unisono.trainer.data.pictures.store import read_pictures
 

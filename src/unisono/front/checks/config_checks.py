@@ -21,7 +21,7 @@ from unisono.jobs.runs.preparation import plan_start
 from unisono.jobs.runs.start_decision import StartDecision, decide_start
 from unisono.jobs.runs.train_request import with_overwriting
 from unisono.trainer.config import LoadedConfig, RunConfig
-from unisono.trainer.config.schema import sources_of
+from unisono.trainer.config.data_sections import sources_of
 from unisono.trainer.plan import RunPlan, needed_packages
 from unisono.trainer.plan.families import family_of
 

@@ -41,8 +41,8 @@ from unisono.jobs.runs.train_request import TrainRequest, named_code_digests
 from unisono.trainer.checkpoint.manifest import manifest_digest
 from unisono.trainer.checkpoint.retention import max_without_permanent
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.data_sections import sources_of
 from unisono.trainer.config.own_code import own_code_of, put_path
-from unisono.trainer.config.schema import sources_of
 from unisono.trainer.config.sections import NamesFile, lf_name, path_keys
 from unisono.trainer.plan.task_requests import ContentsRequest, InputDigests
 

@@ -31,7 +31,7 @@ from unisono.jobs.runs.start_decision import StartDecision
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import LoadedConfig
-from unisono.trainer.config.schema import ParallelSection
+from unisono.trainer.config.training_sections import ParallelSection
 from unisono.trainer.plan import ResumePoint, RunPlan
 
 

@@ -24,7 +24,8 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import iterate_metrics, shown_outcome
 from unisono.jobs.runs.config_changes import changes_between, judge_key, not_allowed, refusal
 from unisono.trainer.config import RunConfig
-from unisono.trainer.config.schema import BatchSection, config_digest
+from unisono.trainer.config.schema import config_digest
+from unisono.trainer.config.training_sections import BatchSection
 
 CONFIG_HEADER = "# Written by unisono"
 """The first line of a config.yaml by unisono; a config written by hand is never overwritten."""

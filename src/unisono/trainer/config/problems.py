@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from unisono.base.errors import Problem
 from unisono.base.text import is_secret, nearest, one_line
-from unisono.trainer.config.schema import RunConfig, SourceSection
+from unisono.trainer.config.data_sections import SourceSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.yaml_file import (
     NO_VARIABLES,
     KeyPath,

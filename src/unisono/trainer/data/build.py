@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
+from unisono.trainer.config.data_sections import MixSection, SourceSection
 from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.named_templates import named_template
-from unisono.trainer.config.schema import MixSection, RunConfig, SourceSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import GRPO, PREFERENCE, RATINGS, lf_name, sides_of
 from unisono.trainer.data import Ledger, Place
 from unisono.trainer.data.encode import Encoder, RowEncoder

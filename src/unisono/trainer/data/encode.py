@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from unisono.base.errors import DataError
 from unisono.base.text import one_line
-from unisono.trainer.config.schema import SourceSection
+from unisono.trainer.config.data_sections import SourceSection
 from unisono.trainer.data import (
     Completion,
     Conversation,

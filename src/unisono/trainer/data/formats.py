@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.base.text import nearest, one_line
-from unisono.trainer.config.schema import TagsSection
+from unisono.trainer.config.data_sections import TagsSection
 from unisono.trainer.data import (
     Completion,
     Conversation,

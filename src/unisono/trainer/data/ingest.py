@@ -15,8 +15,8 @@ import numpy as np
 from unisono.base.errors import DataError, Problem
 from unisono.base.events import Reporter
 from unisono.base.files import expand
+from unisono.trainer.config.data_sections import DataSection
 from unisono.trainer.config.heads import CLASSIFY, ClassifySection, EmbedSection
-from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
     BadRow,

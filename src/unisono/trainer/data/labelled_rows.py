@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from unisono.base.errors import DataError
 from unisono.base.text import nearest, one_line
+from unisono.trainer.config.data_sections import TagsSection
 from unisono.trainer.config.heads import ClassifySection, label_text
-from unisono.trainer.config.schema import TagsSection
 from unisono.trainer.data import Conversation, Labelled, RowError, Text
 from unisono.trainer.data.formats import (
     FormatName,

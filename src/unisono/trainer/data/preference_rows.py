@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.base.text import one_line
-from unisono.trainer.config.schema import TagsSection
+from unisono.trainer.config.data_sections import TagsSection
 from unisono.trainer.data import (
     Completion,
     Conversation,

@@ -39,9 +39,10 @@ from unisono.base.errors import (
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_json
 from unisono.base.text import Duration, one_line
+from unisono.trainer.config.data_sections import sources_of
 from unisono.trainer.config.heads import CLASSIFY, EMBED
 from unisono.trainer.config.named_templates import lf_version, local_day
-from unisono.trainer.config.schema import RunConfig, sources_of
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import GRPO, WITH_PICTURES, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION

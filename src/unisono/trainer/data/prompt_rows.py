@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from unisono.base.text import nearest
-from unisono.trainer.config.schema import TagsSection
+from unisono.trainer.config.data_sections import TagsSection
 from unisono.trainer.data import Message, OpenPrompt, RowError
 from unisono.trainer.data.formats import (
     Renamed,

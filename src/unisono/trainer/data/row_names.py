@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from unisono.base.errors import Problem
 from unisono.base.text import nearest
-from unisono.trainer.config.schema import SourceSection, TagsSection
+from unisono.trainer.config.data_sections import SourceSection, TagsSection
 from unisono.trainer.data import Place, RawRow, RowError
 from unisono.trainer.data.formats import COLUMNS, FLAGS, THOUGHT_KEYS, FormatName, shown
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from unisono.base.errors import DataError
 from unisono.base.text import nearest
+from unisono.trainer.config.data_sections import COLUMN_NAMES, SourceSection
 from unisono.trainer.config.heads import CLASSIFY, EMBED
-from unisono.trainer.config.schema import COLUMN_NAMES, SourceSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import BadRow, RawRow, Row
 from unisono.trainer.data.formats import COLUMNS, FormatName, Renamed, column_of, detect, kind_of, shown

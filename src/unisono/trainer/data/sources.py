@@ -14,7 +14,7 @@ from unisono.base.files import expand, fault_of, read_json, whole_file, write_js
 from unisono.base.text import nearest, one_line, redact
 from unisono.guard.facts import read_environment
 from unisono.guard.facts.environment import check_hub_answers, hub_silence, read_hub
-from unisono.trainer.config.schema import DataSection, SourceSection, sources_of
+from unisono.trainer.config.data_sections import DataSection, SourceSection, sources_of
 from unisono.trainer.data import RowFile
 from unisono.trainer.data.readers import READERS, kind_of
 from unisono.trainer.plan import STORAGE_PACKAGES

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unisono.base.events import Reporter
 from unisono.base.files import make_private_dir
 from unisono.guard.rundir import RunDir
-from unisono.trainer.config.schema import RunConfig, sources_of
+from unisono.trainer.config.data_sections import sources_of
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.plan import DataSummary, ModelFacts, RunPlan
 from unisono.trainer.plan.task_requests import PrepareRequest
 

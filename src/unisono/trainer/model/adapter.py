@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words, nearest
-from unisono.trainer.config.schema import LANGUAGE, AdapterSection, ModelPart
+from unisono.trainer.config.model_sections import LANGUAGE, AdapterSection, ModelPart
 from unisono.trainer.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
 from unisono.trainer.model.multimodal import projector_modules, vision_layers
 from unisono.trainer.model.parts import adaptable_weights, refuse_unfit_settings, targeted_weights

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.base.errors import ModelError, Problem
-from unisono.trainer.config.schema import AdapterSection, ModelSection, RunConfig
+from unisono.trainer.config.model_sections import AdapterSection, ModelSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.files import ConfigJson, TensorHeader, read_json_object
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -28,7 +28,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words, one_line
-from unisono.trainer.config.schema import RouterLossSection
+from unisono.trainer.config.training_sections import RouterLossSection
 from unisono.trainer.model.attention import (
     FLAT_ATTENTION,
     Ends,

@@ -19,7 +19,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from unisono.base.errors import ModelError
 from unisono.base.text import one_line
 from unisono.guard.facts.machine import triton_trouble
-from unisono.trainer.config.schema import RopeSection
+from unisono.trainer.config.model_sections import RopeSection
 from unisono.trainer.model.files import read_json_object
 from unisono.trainer.model.kernels import COMPILER, Kernels, LayerWeights, load_kernels
 from unisono.trainer.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.heads import EMBED, SequenceHead
+from unisono.trainer.config.model_sections import LANGUAGE, TrainOnlySection
 from unisono.trainer.config.named_templates import named_template
-from unisono.trainer.config.schema import LANGUAGE, RunConfig, TrainOnlySection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
     SCORE,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from unisono.base.errors import ModelError
 from unisono.base.files import open_plain
-from unisono.trainer.config.schema import ModelPart
+from unisono.trainer.config.model_sections import ModelPart
 from unisono.trainer.model.directory import multimodal_class
 from unisono.trainer.model.files import (
     ConfigJson,

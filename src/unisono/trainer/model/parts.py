@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from unisono.base.errors import ModelError
-from unisono.trainer.config.schema import AdapterSection
+from unisono.trainer.config.model_sections import AdapterSection
 from unisono.trainer.config.sections import parts_named
 from unisono.trainer.model.files import TensorHeader
 

@@ -25,7 +25,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from unisono.base.errors import ModelError
-from unisono.trainer.config.schema import ModelSection, RunConfig
+from unisono.trainer.config.model_sections import ModelSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.directory import read_model_config
 from unisono.trainer.model.file_settings import (
     ORIGINAL,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unisono.base.errors import ModelError
-from unisono.trainer.config.schema import RouterLossSection
+from unisono.trainer.config.training_sections import RouterLossSection
 
 _ROUNDING = 1e-2  # of bfloat16
 Probabilities = Callable[[torch.Tensor], torch.Tensor]

@@ -6,7 +6,7 @@ import torch
 
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.source import SourceRank
-from unisono.trainer.config.schema import needs_start
+from unisono.trainer.config.model_sections import needs_start
 from unisono.trainer.families import training_of
 from unisono.trainer.model.forward import Forward, choose_forward
 from unisono.trainer.model.load import DTYPES

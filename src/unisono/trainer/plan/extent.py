@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unisono.base.text import Duration
-from unisono.trainer.config.schema import BatchSection, RunConfig
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import GRPO
+from unisono.trainer.config.training_sections import BatchSection
 from unisono.trainer.plan.families import family_for
 from unisono.trainer.plan.run_plan import DataSummary
 

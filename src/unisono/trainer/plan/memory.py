@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from unisono.trainer.config.model_sections import ModelPart
 from unisono.trainer.config.optimizers import optimizer_named
-from unisono.trainer.config.schema import ModelPart, OptimSection
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.run_plan import MemoryEstimate, ModelFacts
 

@@ -13,11 +13,14 @@ from unisono.base.errors import ConfigError
 from unisono.base.text import Duration, Warmup, show_bytes
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.trainer.config import optimizers, schedules
+from unisono.trainer.config.data_sections import sources_of
+from unisono.trainer.config.model_sections import needs_start
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.reward_models import RewardModel
 from unisono.trainer.config.schedules import schedule_named
-from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest, needs_start, sources_of
+from unisono.trainer.config.schema import RunConfig, config_digest
 from unisono.trainer.config.sections import Section
+from unisono.trainer.config.training_sections import BatchSection
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
 from unisono.trainer.plan.families import family_for, family_of
 from unisono.trainer.plan.memory import estimate_memory, mean_state_bytes

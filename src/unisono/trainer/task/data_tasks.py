@@ -16,8 +16,9 @@ from unisono.base.errors import DataError, ModelError
 from unisono.base.events import Reporter
 from unisono.base.text import one_line
 from unisono.guard.supervise.task_requests import RowOrigins, RowsRequest
+from unisono.trainer.config.data_sections import DataSection
 from unisono.trainer.config.named_templates import NO_TOKEN, named_template
-from unisono.trainer.config.schema import DataSection, RunConfig
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import PREFERENCE
 from unisono.trainer.data import RawRow, first_notes, read_counts, unrendered_parts
 from unisono.trainer.data.pictures.store import read_image_ids, read_pictures

@@ -3,7 +3,6 @@ rows of a LLaMA-Factory file with `do_predict`, and how close they are).
 """
 
 import contextlib
-import glob
 import json
 import logging
 import math
@@ -15,39 +14,36 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import DataError, UsageError
+from unisono.base.errors import DataError
 from unisono.base.events import Reporter
-from unisono.base.files import expand, fault_of, write_json, write_text
+from unisono.base.files import write_json, write_text
 from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
-from unisono.trainer.config.heads import CLASSIFY, EMBED, ClassifySection, EmbedSection
-from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
-from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
+from unisono.trainer.config.heads import CLASSIFY, EMBED
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sections import PAIRS, PREFERENCE
 from unisono.trainer.data import grouped
 from unisono.trainer.data.token_table import TokenTable
-from unisono.trainer.families import rows_of
-from unisono.trainer.families.vision.pixels import PixelLoader
 from unisono.trainer.families.vision.sight import probe_of
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import Forward, choose_forward
 from unisono.trainer.model.generate import GREEDY, generate
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
-from unisono.trainer.model.quantization import is_quantized, quantized_load
+from unisono.trainer.model.quantization import quantized_load
 from unisono.trainer.objectives import objective_of
 from unisono.trainer.objectives.text_scores import bleu, exact_match, rouge_l, similarity
-from unisono.trainer.plan import DataSummary
 from unisono.trainer.plan.task_requests import (
     Evaluated,
     EvaluateRequest,
     LabelFigures,
     Predicted,
     PredictRequest,
-    PrepareRequest,
     SamplingParams,
 )
-from unisono.trainer.task.classification import classification_figures, section_for
+from unisono.trainer.task.classification import classification_figures
+from unisono.trainer.task.evaluation_rows import evaluation_config, prepared_rows, require_rows, table_rows
 from unisono.trainer.task.inference import InferenceModel, decode, open_requested
 from unisono.trainer.task.metric_evaluation import EvaluatedMetrics, requested_metrics
 from unisono.trainer.task.similarity import similarity_figures
@@ -62,7 +58,7 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     require_rows(request.data)
     opened = open_requested(request.model, report, answers=False)
     config = evaluation_config(opened, request.data)
-    data, table = _prepared(config, request.cache_dir, report)
+    data, table = prepared_rows(config, request.cache_dir, report)
     sequences = list(range(min(request.limit or table.sequences, table.sequences)))
     if data.pictures is not None and opened.processor is None:
         opened = open_requested(request.model, report, answers=False, sees=True)
@@ -87,34 +83,6 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
         "rows": rows,
     }
     return {**result, "labels": labels} if labels else result
-
-
-def require_rows(file: str) -> None:
-    """Refuses a local file of rows that cannot be read.
-
-    Raises:
-        DataError: with what is wrong.
-    """
-    fault = fault_of(expand(file), file)
-    if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
-        raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
-
-
-def _prepared(config: RunConfig, cache_dir: Path, report: Reporter) -> tuple[DataSummary, TokenTable]:
-    """What the preparation of a file's rows gives, and their token table."""
-    report.phase("model", "reading the model's files")
-    data, _ = rows_of(config).prepare(PrepareRequest(config, cache_dir), report)
-    return data, TokenTable.open(Path(data.cache_dir), "train")
-
-
-def table_rows(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
-    """The rows of a table, with their pictures."""
-    rows = TableRows(table, opened.device)
-    if data.pictures is not None:
-        assert opened.processor is not None
-        loader = PixelLoader(Path(data.cache_dir), opened.processor, opened.device)
-        rows.add_contents(loader, seed=0, global_batch=1)
-    return rows
 
 
 def answer_figures(
@@ -161,53 +129,6 @@ def _questions(of_table: TableRows, rows: Sequence[int]) -> list[tuple[int, Prom
     """
     pairs = ((row, of_table.question(row)) for row in rows)
     return [(row, question) for row, question in pairs if question is not None and len(question.prompt) > 1]
-
-
-def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
-    """The config for preparing the rows: every row is a sequence of its own, with the loss mask of
-    the run.
-    """
-    plan, target = opened.target.plan, opened.target
-    tokenizer = opened.tokenizer.name_or_path or str(target.base)
-    # No row depends on it, but quantized weights are refused without one.
-    adapter = AdapterSection() if is_quantized(opened.forward.loaded.base) else None
-    head = target.head
-    if plan is None and target.embeds:
-        raise UsageError.of(
-            f"{target.name} is an embedding model without its run",
-            where="RUN|MODEL",
-            why="the temperature and the size of a batch are those of the run",
-            fix="evaluate the run, or use the evaluators of sentence-transformers",
-        )
-    classify = section_for(head) if head is not None and head.labels else ClassifySection()
-    if plan is None:
-        data = DataSection(train=file, packing=False, max_length=max(8, opened.context))
-        model = ModelSection(path=str(target.base), tokenizer=tokenizer)
-        kind: Objective = "sft" if head is None else "classify" if head.labels else "reward"
-        return RunConfig(
-            model=model, adapter=adapter, data=data, objective=kind, classify=classify, output_dir="unused"
-        )
-    settings = plan.config.data.model_copy(update={"train": file, "eval": None, "packing": False})
-    model = plan.config.model.model_copy(
-        update={"path": str(target.base), "tokenizer": tokenizer, "weights": "pretrained"}
-    )
-    if target.source == "checkpoint":
-        model = plan.config.model
-    # A model that learned from rewards is measured on rows with answers.
-    objective = "sft" if plan.config.objective == GRPO else plan.config.objective
-    used = {*keys_of(objective)} - {"reference"}  # which is loaded with the other weights
-    settings_of_loss = plan.config.preference.model_dump(include=used)
-    return RunConfig(
-        model=model,
-        adapter=adapter,
-        data=settings,
-        objective=objective,
-        preference=PreferenceSection.model_validate(settings_of_loss),
-        classify=classify,
-        embed=plan.config.embed if objective == EMBED else EmbedSection(),
-        seed=plan.config.seed,
-        output_dir="unused",
-    )
 
 
 def losses(
@@ -437,7 +358,7 @@ def run_predict(request: PredictRequest, report: Reporter) -> Predicted:
         DataError: if no row has a question and an answer.
         UnfitError: if the files cannot be written.
     """
-    data, table = _prepared(request.config, request.cache_dir, report)
+    data, table = prepared_rows(request.config, request.cache_dir, report)
     if data.pictures is not None:
         raise DataError.of(
             "the rows have pictures",

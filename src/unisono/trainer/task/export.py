@@ -26,7 +26,8 @@ from unisono.base.files import fsync_dir, fsync_tree, read_json, write_json
 from unisono.base.text import parse_bytes
 from unisono.guard.rundir import RunDir
 from unisono.trainer.checkpoint.verify import read_model_manifest, write_model_manifest
-from unisono.trainer.config.schema import LANGUAGE, CheckpointSection
+from unisono.trainer.config.model_sections import LANGUAGE
+from unisono.trainer.config.training_sections import CheckpointSection
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.families.text.written import WrittenModel
 from unisono.trainer.families.vision.sight import WrittenVisionModel, row_with_picture

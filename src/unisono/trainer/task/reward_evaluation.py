@@ -15,9 +15,10 @@ from unisono.base.errors import EndedByVerdict, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.table import TableRows
+from unisono.trainer.config.data_sections import DataSection, SourceSection
 from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.config.rollout_sections import RewardSection, RolloutSection
-from unisono.trainer.config.schema import DataSection, RunConfig, SourceSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import GRPO, lf_name
 from unisono.trainer.data.token_table import Split, TokenTable
 from unisono.trainer.families import rows_of
@@ -35,7 +36,7 @@ from unisono.trainer.plan.task_requests import (
     RewardsEvaluated,
     SamplingParams,
 )
-from unisono.trainer.task.evaluate import evaluation_config, require_rows, table_rows
+from unisono.trainer.task.evaluation_rows import evaluation_config, require_rows, table_rows
 from unisono.trainer.task.inference import InferenceModel, open_requested, refuse_code
 from unisono.trainer.task.target import requested_target
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from unisono.base.events import Reporter
+from unisono.trainer.config.data_sections import SourceSection
 from unisono.trainer.config.reward_models import MOST_TOKENS
-from unisono.trainer.config.schema import SourceSection
 from unisono.trainer.data import (
     Completion,
     Example,
@@ -34,7 +34,7 @@ from unisono.trainer.objectives.rewards.child import LoadedFunction, main
 from unisono.trainer.objectives.sampled import rows_of
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.readers import register_templates
-from unisono.trainer.task.evaluate import evaluation_config
+from unisono.trainer.task.evaluation_rows import evaluation_config
 from unisono.trainer.task.inference import InferenceModel, encode_prompt, open_requested
 
 _SOURCE = SourceSection(path="prompts of the policy")

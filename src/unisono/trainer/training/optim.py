@@ -18,7 +18,8 @@ from unisono.base.text import one_line
 from unisono.trainer.checkpoint.state import ParamGroup, refuse_unsaved
 from unisono.trainer.config.optimizers import OPTIMIZERS, OTHER, OptimizerKind, optimizer_named
 from unisono.trainer.config.own_code import execute, own_code_of, refusing
-from unisono.trainer.config.schema import OptimSection, RunConfig
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.training_sections import OptimSection
 from unisono.trainer.model import foreach
 from unisono.trainer.model.kernels import AdamWFigures
 from unisono.trainer.model.layers import kernels_of

@@ -13,7 +13,7 @@ import torch
 
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.source import Micro, MicroBatch, StepBatches
-from unisono.trainer.config.schema import RouterLossSection
+from unisono.trainer.config.training_sections import RouterLossSection
 from unisono.trainer.model.routers import Routers
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.run import Run, TrainState

@@ -23,7 +23,7 @@ from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
 from unisono.trainer.checkpoint.writer import TensorPart, file_order, write_tensor_file
 from unisono.trainer.config.heads import EMBED
-from unisono.trainer.config.schema import LANGUAGE, ModelPart
+from unisono.trainer.config.model_sections import LANGUAGE, ModelPart
 from unisono.trainer.data.tokenizer import TOKENIZER_FILES
 from unisono.trainer.data.trained_template import stop_ids_of, trained_template
 from unisono.trainer.families import training_of

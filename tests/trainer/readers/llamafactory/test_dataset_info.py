@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.base.errors import ConfigError, Problem
-from unisono.trainer.config.schema import SourceSection, TagsSection
+from unisono.trainer.config.data_sections import SourceSection, TagsSection
 from unisono.trainer.readers.llamafactory.dataset_info import key_lines, read_datasets
 
 OFF = {"history": None, "system": None, "tools": None}

@@ -14,7 +14,7 @@ from unisono.base.errors import ConfigError
 from unisono.jobs.runs.config_file import load_config
 from unisono.jobs.runs.train_request import with_absolute_paths
 from unisono.trainer.config import LoadedConfig
-from unisono.trainer.config.schema import SourceSection
+from unisono.trainer.config.data_sections import SourceSection
 
 MAIN = """
 pretrained_model_name_or_path = "pipe"

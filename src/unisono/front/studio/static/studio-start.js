@@ -163,6 +163,7 @@ const allFields = () => {
       shown.push([node, `${one.key} ${label(one.key)} ${one.help.en} ${one.help.zh}`.toLowerCase()]);
       box.append(node);
     }
+    filter();  // something may have been typed before `toggle` arrives
     show();
   };
   return h("details", { on: { toggle: build } }, h("summary", {}, t("all_settings", { n: form.fields.length })), h("div", { class: "inner" }, search, box));

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 from unisono.base.named_hosts import PORTS, FetchError, NamedHosts
 from unisono.base.text import one_line, redact
-from unisono.trainer.config.schema import DataSection
+from unisono.trainer.config.data_sections import DataSection
 from unisono.trainer.data import (
     BOX,
     PICTURE,

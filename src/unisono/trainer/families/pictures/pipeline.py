@@ -17,7 +17,8 @@ import torch
 
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words
-from unisono.trainer.config.schema import AdapterSection, RunConfig, picture_settings
+from unisono.trainer.config.model_sections import AdapterSection
+from unisono.trainer.config.schema import RunConfig, picture_settings
 from unisono.trainer.families.pictures.captions import captions_vary
 from unisono.trainer.families.pictures.pipeline_files import Pipeline, read_pipeline
 from unisono.trainer.model.files import check_tokenizer_files

@@ -21,7 +21,8 @@ from unisono.base.errors import ConfigError, DataError, Problem
 from unisono.base.events import Reporter
 from unisono.base.files import read_object, whole_file, write_json
 from unisono.base.text import Duration, show_bytes
-from unisono.trainer.config.schema import RunConfig, SourceSection, sources_of
+from unisono.trainer.config.data_sections import SourceSection, sources_of
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import DIFFUSION, DiffusionSection, PicturesSection
 from unisono.trainer.data import Ledger, Place, SourceCounts, flat_total
 from unisono.trainer.data.pictures.decoding import BadPictureError

@@ -8,7 +8,8 @@ from pathlib import Path
 from unisono.base.errors import ModelError, UnisonoError
 from unisono.base.files import expand, fault_of, path_below, read_text
 from unisono.guard.facts import read_environment
-from unisono.trainer.config.schema import AdapterSection, RunConfig
+from unisono.trainer.config.model_sections import AdapterSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import lf_name
 from unisono.trainer.data.sources import find_local
 from unisono.trainer.data.tokenizer import TOKENIZER_FILES

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from unisono.base.errors import DataError
+from unisono.trainer.config.data_sections import SourceSection
 from unisono.trainer.config.named_templates import NamedTemplate, local_day
-from unisono.trainer.config.schema import RunConfig, SourceSection
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import LF_PREFIX, Thinking
 from unisono.trainer.data import PICTURE, Example, Exchange, Messages, RowError, Turn
 from unisono.trainer.data.control_tokens import (
