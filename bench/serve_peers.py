@@ -146,10 +146,10 @@ def measure(model: Path, arguments: argparse.Namespace, work: Path) -> dict[str,
             "/health",
         ),
     }
+    gguf = work / "gguf" / "model-f32.gguf"
     if arguments.node:
         export = [sys.executable, "-m", "unisono", "export", name, str(work / "gguf"), "--format", "gguf"]
         subprocess.run([*export, "--quantize", "f32"], check=True, stdout=subprocess.DEVNULL)
-        (gguf,) = (work / "gguf").glob("*.gguf")
     found: dict[str, dict[str, list[float]]] = {}
     with contextlib.ExitStack() as stack:
         started = {}
