@@ -360,7 +360,7 @@ class ModelProcess:
             while any(one.question.adapter == name for one in (*self._running.values(), *self._waiting)):
                 self._freed.clear()
                 await self._freed.wait()
-            if self._is_ready:  # one that is started again does not have it
+            if self._is_ready and self.failure is None:  # one that is started again does not have it
                 await self._change(UnloadAdapter(next(self._numbers), name))
         finally:
             self._changing.discard(name)
