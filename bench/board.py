@@ -2,14 +2,14 @@
 page that stays open.
 
     python bench/board.py                     about ten minutes; needs Chromium; writes bench/results/board.json
-    python bench/board.py --only long many    parts: long many live open cost paired
+    python bench/board.py --only long many    parts: long many live open cost paired studio
 
 long: 100,000 steps and 64 ranks: first paint of curves, the server's memory, the size of the file.
 many: 20 runs of 10,000 steps, and zoom. live: from an appended line to the draw of its curve. open:
 eight hours of steps of a second, appended as fast as they are shown. cost: the server's CPU beside
 a run that logs 20 steps a second. paired: a real run, whose stretches alternate between a board
 with a client that follows it as the page does, and none; the medians of step times and of CPU
-seconds a step, pair by pair. On a machine that is busy with other work the spread of the pairs is
+seconds a step, pair by pair. studio: first paint of its page; from a typed key to its YAML. On a machine that is busy with other work the spread of the pairs is
 larger than the bound.
 """
 
@@ -35,8 +35,15 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 from playwright.sync_api import Page, sync_playwright  # noqa: E402
 
-from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS, RunningBoard, board_of  # noqa: E402
+from tests.front.board.boards import (  # noqa: E402
+    CHROMIUM,
+    CHROMIUM_FLAGS,
+    RunningBoard,
+    board_of,
+    chromium,
+)
 from tests.front.board.made_runs import append, make_run, metrics_line  # noqa: E402
+from tests.front.studio.studios import first_paint_ms, opened, studio_of, typed_ms  # noqa: E402
 
 BOUNDS = {
     "long": {"first_paint_s": 2.0, "server_mb": 150, "file_mb": 5.0, "file_requests": 0},
@@ -45,6 +52,7 @@ BOUNDS = {
     "open": {"server_growth": 0.1, "page_growth": 0.1},
     "cost": {"server_cpu_of_two_cores": 0.01},
     "paired": {"step_time_more": 0.01},
+    "studio": {"first_paint_s": 1.0, "typed_ms": 100},
 }
 LINES = 500
 HOURS_8 = 28_800
@@ -338,9 +346,26 @@ def rank_of(run: Path) -> int:
     raise AssertionError("the rank has ended")
 
 
+def measure_studio(folder: Path) -> dict[str, Any]:
+    """The page of `unisono studio`, with the fields of all settings on it."""
+    paints: list[float] = []
+    times: list[float] = []
+    with studio_of(folder) as studio, chromium() as browser:
+        for _ in range(5):
+            page = opened(browser, studio.url, [])
+            paints.append(round(first_paint_ms(page) / 1000, 3))
+            page.locator("#s-new_run details summary").click()
+            times += typed_ms(page, "f-output_dir", "-a-long-name")
+            page.context.close()
+    return {
+        "first_paint_s": statistics.median(paints), "first_paints_s": paints,
+        "typed_ms": round(statistics.median(times), 1), "worst_typed_ms": round(max(times), 1),
+    }  # fmt: skip
+
+
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "long": measure_long, "many": measure_many, "live": measure_live, "open": measure_open, "cost": measure_cost,
-    "paired": measure_paired,
+    "paired": measure_paired, "studio": measure_studio,
 }  # fmt: skip
 
 
@@ -354,14 +379,14 @@ def main() -> None:
     results |= {
         "bounds": BOUNDS,
         "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
         "chromium": (
             subprocess.run([CHROMIUM, "--version"], capture_output=True, text=True, check=True).stdout.strip()
         ),
     }
     for name in options.only:
         with tempfile.TemporaryDirectory(prefix="board-") as folder:
-            results[name] = PARTS[name](Path(folder))
+            load = os.getloadavg()[0]
+            results[name] = PARTS[name](Path(folder)) | {"load_average": round(load, 2)}
         for figure, bound in BOUNDS[name].items():
             value = results[name][figure]
             print(

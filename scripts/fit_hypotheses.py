@@ -1,11 +1,12 @@
 """Fits the weights of `unisono diagnose`'s hypotheses on cases, and measures ranking and
 calibration by cross-validation.
 
-    cd tests/guard/diagnosis/reports python ../../../scripts/fit_hypotheses.py read.jsonl began.jsonl
-    --kept kept.jsonl --no-failure no_failure.jsonl [--write]
+    cd tests/guard/diagnosis/reports
+    python ../../../../scripts/fit_hypotheses.py read.jsonl began.jsonl daily.jsonl kept_daily.jsonl threads.jsonl
+    --kept kept.jsonl threads.jsonl [--no-failure no_failure.jsonl] [--write]
 
-A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`. The weights of the
-catalogue are the prior mean: a penalized softmax regression corrects them only where cases say so,
+A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`, and in a file for both
+purposes its `half`, "fit" or "kept". The weights of the catalogue are the prior mean: a penalized softmax regression corrects them only where cases say so,
 and changes no sign (Gaussian prior, maximum a posteriori).
 """
 
@@ -64,6 +65,12 @@ def read_case(line: str) -> Case:
     return Case(
         body["id"], body.get("cause") or NO_FAILURE, accepted, body.get("language", "en"), found, text
     )
+
+
+def read_cases(files: Sequence[Path], half: str) -> list[Case]:
+    """The cases of some files that are for this purpose."""
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [read_case(line) for line in lines if json.loads(line).get("half", half) == half]
 
 
 def read_others(file: Path) -> list[Case]:
@@ -346,18 +353,15 @@ def main() -> None:
     parser.add_argument(
         "--no-failure", nargs="+", type=Path, default=[], help="texts that report no failure: .jsonl, or .md"
     )
-    parser.add_argument("--kept", type=Path, help="cases to measure on, never to fit on")
+    parser.add_argument(
+        "--kept", nargs="+", type=Path, default=[], help="cases to measure on, never to fit on"
+    )
     parser.add_argument("--write", action="store_true", help="write weights.json")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
     numbers = json.loads(_FILE.read_text(encoding="utf-8"))
     table = make_table(numbers | {"corrections": {}})
-    cases = [
-        read_case(line)
-        for file in arguments.cases
-        for line in file.read_text(encoding="utf-8").splitlines()
-        if line.strip()
-    ]
+    cases = read_cases(arguments.cases, "fit")
     cases = [case for case in cases if case.cause in table.entries and case.cause != NO_FAILURE]
     problem = make_problem(cases, table)
     start, _ = start_of(problem, table)
@@ -379,12 +383,7 @@ def main() -> None:
         none = fit_no_failure(cases, others, table) if others else numbers["corrections"].get(NO_FAILURE, {})
         write(numbers, problem, table, fit(problem, table), temperature, none, (slope, shift))
     if arguments.kept:
-        kept = [
-            read_case(line)
-            for line in arguments.kept.read_text(encoding="utf-8").splitlines()
-            if line.strip()
-        ]
-        kept = [case for case in kept if case.cause in table.entries]
+        kept = [case for case in read_cases(arguments.kept, "kept") if case.cause in problem.causes]
         result["kept"] = measured(kept, make_table(json.loads(_FILE.read_text(encoding="utf-8"))))
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)

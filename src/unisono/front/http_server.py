@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -196,17 +197,23 @@ async def running_server(
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        await _ask_itself(outermost, listener)
+        await _ask_itself(outermost, listener, tls="ssl_certfile" in settings)
         yield server
     finally:
         server.should_exit = True
         await task
 
 
-async def _ask_itself(outermost: ServerMiddleware, listener: socket.socket) -> None:
+def _any_certificate() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+async def _ask_itself(outermost: ServerMiddleware, listener: socket.socket, *, tls: bool) -> None:
     """Sends a request to the address of the server.
 
-    It has no key or token: a different program may answer it.
+    It has no key or token, and needs no certificate of a name: a different program may answer it.
 
     Raises:
         UnfitError: if the answer does not come from this server.
@@ -214,7 +221,9 @@ async def _ask_itself(outermost: ServerMiddleware, listener: socket.socket) -> N
     host, port = listener.getsockname()[:2]
     try:
         async with asyncio.timeout(_CHECK_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(
+                host, port, ssl=_any_certificate() if tls else None
+            )
             try:
                 writer.write(
                     f"GET {outermost.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode()

@@ -207,8 +207,8 @@ def test_axe_finds_nothing_in_any_region(
     )
     for _ in range(2):  # the second time those in what was opened
         page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
-        until(lambda: page.locator("[data-curve=memory_bytes]").count() == 1)
-    until(lambda: page.locator("[data-curve=memory_bytes] tbody tr").count() > 0)
+        until(lambda: page.locator("[data-curve=cpu_time_s]").count() == 1)
+    until(lambda: page.locator("[data-curve=cpu_time_s] tbody tr").count() > 0)
     page.add_script_tag(path=AXE)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     assert [(one["id"], [node["target"] for node in one["nodes"]][:3]) for one in found["violations"]] == []
@@ -332,7 +332,7 @@ def test_smoothing_axes_log_scale_tables_and_search_work(
     page.get_by_label("Smoothing").fill("0.9")
     page.get_by_label("Log scale").check()
     page.get_by_text("More curves").click()
-    until(lambda: page.locator("[data-curve=memory_bytes]").count() == 1)
+    until(lambda: page.locator("[data-curve=cpu_time_s]").count() == 1)
     page.get_by_role("searchbox").fill("out of memory")
     until(lambda: page.locator("[data-region=log] li").count() == 2)
     assert page.locator("[data-region=log] mark").count() == 2
@@ -355,11 +355,124 @@ def test_several_runs_share_axes_and_only_differences_come_first(
     page.get_by_label("b", exact=True).uncheck()
     page.locator("#pick").select_option("c")
     until(lambda: page.locator("[data-region=status] strong").inner_text() == "c")
-    dashes = page.evaluate(
-        "[0, 1, 2].map((at) => document.querySelectorAll('.legend canvas')[at].toDataURL())"
-    )
-    assert len(set(dashes)) == 3
+    dashes = "[0, 1, 2].map((at) => document.querySelectorAll('.legend canvas')[at].toDataURL())"
+    until(lambda: len(set(page.evaluate(dashes))) == 3)
     assert errors == []
+
+
+def order_of(page: Page) -> list[str]:
+    """The regions as they stand on the page."""
+    regions: list[str] = page.evaluate("[...document.querySelectorAll('[data-region]')].map((one) => one.id)")
+    links: list[str] = page.evaluate(
+        "[...document.querySelectorAll('[data-for]')].map((one) => one.dataset.for)"
+    )
+    assert links == regions
+    return regions
+
+
+def test_a_verdict_stands_before_the_curves_only_if_there_is_one(
+    browser: Browser, tmp_path: Path, errors: list[str]
+) -> None:
+    for outcome, expected in (("stalled", ["verdict", "curves"]), ("completed", ["curves", "verdict"])):
+        page = opened(browser, file_of(tmp_path, make_run(tmp_path / outcome, outcome=outcome)), errors)
+        assert order_of(page)[1:3] == expected
+    assert errors == []
+
+
+def test_phases_and_starts_have_chinese_words(browser: Browser, tmp_path: Path, errors: list[str]) -> None:
+    root = make_run(tmp_path / "run")
+    for rank, phase in enumerate(("close", "update")):
+        entry = {
+            "schema": 1,
+            "time": 1_795_540_100.0,
+            "rank": rank,
+            "phase": phase,
+            "step": 40,
+            "seconds": {"data": 0.1},
+        }
+        with (root / "events" / "timeline-00000.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+    page = opened(browser, f"{file_of(tmp_path, root)}?lang=zh", errors)
+    cells = [page.locator(f"[data-rank='{rank}'] td").nth(1).inner_text() for rank in (0, 1)]
+    assert cells == ["正在退出", "正在更新权重"]
+    assert "全新开始" in page.locator("[data-region=status]").inner_text()
+    assert errors == []
+
+
+DRAWN_TEXTS = """(() => {
+  const fill = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+    const chart = this.canvas.closest("[data-curve]");
+    if (chart) (chart.texts ??= []).push(text);
+    return fill.call(this, text, ...place);
+  };
+})()"""
+
+
+def ticks_of(browser: Browser, url: str, errors: list[str], key: str) -> tuple[Page, list[str]]:
+    """A page, and what was written at the axes of a chart."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.add_init_script(DRAWN_TEXTS)
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(url)
+    chart = page.locator(f"[data-curve={key}]")
+    until(lambda: bool(chart.evaluate("(node) => node.texts?.length ?? 0")))
+    return page, chart.evaluate("(node) => node.texts")
+
+
+def test_one_evaluation_has_whole_steps_at_its_axis(
+    browser: Browser, tmp_path: Path, errors: list[str]
+) -> None:
+    url = file_of(tmp_path, make_run(tmp_path / "run", steps=10))
+    _, texts = ticks_of(browser, url, errors, "eval_loss")
+    assert {"9", "10", "11"} <= set(texts)
+    assert not {text for text in texts if text.startswith(("9.", "10."))}
+    assert errors == []
+
+
+def test_a_run_that_has_diverged_does_not_flatten_the_others(
+    browser: Browser, tmp_path: Path, errors: list[str]
+) -> None:
+    runs = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+    append(runs[2], {"step": 41, "lr": 0.5, "loss": 0.1})
+    page, texts = ticks_of(browser, file_of(tmp_path, *runs), errors, "lr")
+    assert (
+        page.locator("[data-curve=lr] .outside").inner_text()
+        == "Beyond this scale: c. The log scale shows all."
+    )
+    assert not {"0.1", "0.2", "0.5"} & set(texts), "the axis ends at the others"
+    assert page.locator("[data-curve=loss] .outside").is_hidden()
+    page.get_by_label("c", exact=True).uncheck()
+    until(lambda: page.locator("[data-curve=lr] .outside").is_hidden())
+    assert errors == []
+
+
+def test_ranks_show_the_step_that_is_logged(browser: Browser, tmp_path: Path, errors: list[str]) -> None:
+    root = make_run(tmp_path / "run", outcome=None)
+    with board_of(root) as board:
+        page = opened(browser, board.url, errors)
+        step = page.locator("[data-rank='1'] .at")
+        until(lambda: step.inner_text() == "40")
+        append(root, {"step": 61, "loss": 0.2})
+        until(lambda: step.inner_text() == "61")
+    assert [error for error in errors if "CONNECTION" not in error and "INCOMPLETE" not in error] == []
+
+
+def test_paths_and_keys_are_readable_on_a_phone(browser: Browser, tmp_path: Path, errors: list[str]) -> None:
+    page = opened(browser, file_of(tmp_path, make_run(tmp_path / "run")), errors, width=360)
+    for region, text in (("data", "data/train.jsonl"), ("config", "checkpoint.best")):
+        box = page.locator(f"[data-region={region}] .code", has_text=text).first.bounding_box()
+        assert box is not None
+        assert box["height"] < 40, "one line"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_memory_is_among_the_first_curves(browser: Browser, tmp_path: Path, errors: list[str]) -> None:
+    url = file_of(tmp_path, make_run(tmp_path / "run"))
+    page, texts = ticks_of(browser, url, errors, "memory_bytes")
+    assert "502 MB" in page.locator("[data-curve=memory_bytes] .read").inner_text()
+    assert all(text.endswith("B") for text in texts if not text.isdecimal())
 
 
 def test_the_page_follows_cuts_moves_and_a_server_that_goes(

@@ -57,7 +57,7 @@ APART = (
     *("unisono.front.board.server", "unisono.front.http_server", "unisono.front.serve.server"),
     *(
         f"unisono.front.studio.{name}"
-        for name in ("actions", "gate", "models", "runs", "studio_server", "suggestions")
+        for name in ("actions", "gate", "models", "owner", "results", "runs", "studio_server", "suggestions")
     ),
 )
 

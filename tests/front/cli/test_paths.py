@@ -41,7 +41,7 @@ NO_PATHS = {
     "overrides", "template", "command", "prompt", "name", "repo", "faults", "shell", "--line", "--breaks", "--allow", "--devices",
     "--nodes", "--head", "--hosts", "--nnodes", "--nproc-per-node", "--master-addr", "--rdzv-endpoint", "--launcher", "--ray-address",
     "--partition", "--time", "--reason", "--system", "--stop", "--size", "--negative", "--host", "--format", "--quantize", "--revision",
-    "--symptom", "--image-hosts",
+    "--symptom", "--image-hosts", "--proxy",
 }  # fmt: skip
 """Arguments and options of text that is not the name of a file."""
 GIVEN = {

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests import front_server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 TINY = "model: builtin:tiny\ndata:\n  train: rows.jsonl\n"
 
@@ -113,12 +116,58 @@ def studio_of(root: Path, *options: str) -> Iterator[RunningStudio]:
             studio.end()
 
 
+def opened(browser: "Browser", url: str, errors: list[str], **options: Any) -> "Page":
+    """A page that is complete."""
+    context = browser.new_context(viewport={"width": options.pop("width", 1280), "height": 900}, **options)
+    context.set_default_timeout(120_000)  # the machine may be busy
+    page = context.new_page()
+    page.on("console", lambda one: errors.append(one.text) if one.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(url)
+    page.wait_for_selector("[data-built]")
+    return page
+
+
+_TIMED = """(key) => {
+  const yaml = document.getElementById("yaml"), times = window.times = [];
+  document.getElementById(key).addEventListener("keydown", () => {
+    const began = performance.now(), text = yaml.value;
+    const look = () => yaml.value === text ? requestAnimationFrame(look) : times.push(performance.now() - began);
+    requestAnimationFrame(look);
+  });
+}"""
+
+
+def typed_ms(page: "Page", field: str, text: str) -> list[float]:
+    """Milliseconds from each key that is typed into a field to the frame with its YAML."""
+    page.locator(f"[id='{field}']").focus()
+    page.evaluate(_TIMED, field)
+    for count, key in enumerate(text, start=1):
+        page.keyboard.press(key)
+        page.wait_for_function("(count) => window.times.length === count", arg=count)
+    times: list[float] = page.evaluate("window.times")
+    return times
+
+
+def first_paint_ms(page: "Page") -> float:
+    """Milliseconds from the beginning of the navigation to the first text on the page."""
+    entry = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    return float(page.evaluate(entry))
+
+
 def write_rows(folder: Path, count: int = 60) -> Path:
     """Rows of prompts and answers."""
     path = folder / "rows.jsonl"
     rows = [{"prompt": f"say {n}", "completion": f"{n} it is"} for n in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def steps_of(root: Path, name: str) -> list[int]:
+    """The steps in a run's metrics."""
+    path = root / "runs" / name / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if '"loss"' in line]
 
 
 def until(condition: Callable[[], Any], *, limit_s: float = 180.0) -> Any:

@@ -20,7 +20,7 @@ from unisono.front.studio.folders import Folders
 START = json.dumps({"text": f"{TINY}output_dir: runs/one\n"}).encode()
 JSON = {"Content_Type": "application/json"}
 ACTIONS = (
-    "start", "steer", "load", "unload", "export", "evaluate", "stop-task", "diagnose", "plan", "preview", "draft"
+    "start", "steer", "load", "unload", "export", "evaluate", "compare", "push", "stop-task", "diagnose", "plan", "preview", "draft"
 )  # fmt: skip
 
 
@@ -143,6 +143,10 @@ def test_a_config_reads_and_writes_only_below_the_directories(studio: RunningStu
         ("export", {"name": "nobody", "what": "adapter"}), ("export", {"name": "theirs", "what": "gguf", "quantize": "; rm -rf"}), ("evaluate", {"name": "theirs", "data": "/etc/passwd"}),
         ("evaluate", {"name": "theirs", "data": "link/rows.jsonl"}), ("load", {"name": "nobody"}), ("load", {}), ("start", {}), ("start", {"text": 3}), ("start", {"text": "- a\n- b"}),
         ("start", {"text": "a: &a [*a]"}), ("start", {"text": "[" * 5000}), ("start", {"text": "!!python/object/apply:os.system ['true']"}), ("diagnose", {"text": ""}), ("stop-task", {"id": "1"}),
+        ("start", {"text": f"{TINY}output_dir: runs/x\n", "launcher": "slurm"}), ("start", {"text": f"{TINY}output_dir: runs/x\n", "launcher": ["ray"]}),
+        ("plan", {"text": f"{TINY}output_dir: runs/x\n", "launcher": "--hosts=evil"}), ("load", {"name": "theirs", "base": True}),
+        ("push", {"name": "theirs", "repo": "a/b", "token": "hf_x"}), ("compare", {"sides": [{"name": "theirs", "base": True}], "data": "rows.jsonl"}),
+        ("compare", {"sides": [{"name": "theirs"}], "data": "../outside/rows.jsonl"}), ("compare", {"sides": [], "data": "rows.jsonl"}),
     ],
 )  # fmt: skip
 def test_hostile_bodies_are_refused(studio: RunningStudio, action: str, body: dict[str, Any]) -> None:

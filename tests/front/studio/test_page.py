@@ -5,51 +5,33 @@ Run: .venv/bin/python -m pytest tests/front/studio/test_page.py
 
 import json
 import re
-from collections.abc import Iterator
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.front.board.boards import chromium
-from tests.front.studio.studios import TINY, studio_of, until, write_rows
+from tests.front.studio.studios import (
+    TINY,
+    first_paint_ms,
+    opened,
+    steps_of,
+    studio_of,
+    typed_ms,
+    until,
+    write_rows,
+)
 from tests.needs import lacking
 from unisono.front.studio.page import OWN_STATIC, words
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("closed"),
     pytest.mark.skipif(bool(lacking("chromium")), reason=lacking("chromium") or "-"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of playwright's own process
 ]
 AXE = Path(__file__).parents[1] / "board" / "axe" / "axe.min.js"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Debian's Chromium."""
-    with chromium() as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def closed(browser: Browser) -> Iterator[None]:
-    """No page of a test that is over asks its server beside the next."""
-    yield
-    for context in browser.contexts:
-        context.close()
-
-
-def opened(browser: Browser, url: str, errors: list[str], **options: Any) -> Page:
-    """A page that is complete."""
-    context = browser.new_context(viewport={"width": options.pop("width", 1280), "height": 900}, **options)
-    context.set_default_timeout(120_000)  # the machine may be busy
-    page = context.new_page()
-    page.on("console", lambda one: errors.append(one.text) if one.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(url)
-    page.wait_for_selector("[data-built]")
-    return page
 
 
 def yaml_of(page: Page) -> str:
@@ -132,6 +114,70 @@ def test_form_and_yaml_follow_each_other(browser: Browser, tmp_path: Path) -> No
     assert [one for one in errors if "ERR_CONNECTION" not in one and "INCOMPLETE" not in one] == []
 
 
+@pytest.mark.ranks
+def test_a_run_is_stopped_resumed_extended_and_begun_afresh_on_the_page(
+    browser: Browser, tmp_path: Path
+) -> None:
+    write_rows(tmp_path)
+    text = f"{TINY}batch: {{global: 2}}\ncheckpoint: {{every: 30 steps, read_back: false}}\nduration: 80 steps\noutput_dir: runs/one\n"
+    errors: list[str] = []
+    with studio_of(tmp_path) as studio:
+        page = opened(browser, studio.url, errors)
+
+        def press(name: str, state: str) -> None:
+            page.locator("#s-run").get_by_role("button", name=name, exact=True).first.click()
+            page.wait_for_selector(f"html[data-run='one {state}']")
+
+        page.locator("#yaml").fill(text)
+        until(lambda: page.get_by_label("Output directory").input_value() == "runs/one")
+        page.get_by_role("button", name="Start", exact=True).click()
+        until(lambda: (studio.row("one").get("step") or 0) > 1)
+        press("Stop", "interrupted")
+        stopped = studio.row("one")["step"]
+        assert studio.row("one")["steps"][0] == stopped < 80, "its checkpoint can be chosen"
+        press("Resume", "completed")
+        page.get_by_role("button", name="Extend").click()
+        page.get_by_label("New duration").fill("84 steps")
+        page.keyboard.press("Enter")
+        until(lambda: studio.row("one")["step"] == 84)
+        page.wait_for_selector("html[data-run='one completed']")
+        page.get_by_role("button", name="Start again from scratch").click()
+        page.locator(".note").get_by_role("button", name="Start again from scratch").click()
+        until((tmp_path / "runs" / "one.old-1").is_dir)
+        until(lambda: studio.row("one").get("state") == "completed")
+    for name in ("one.old-1", "one"):
+        assert steps_of(tmp_path, name) == list(range(1, 85)), "no gap, and the longer duration"
+    assert [one for one in errors if "ERR_CONNECTION" not in one and "INCOMPLETE" not in one] == []
+
+
+WORDS = {
+    "per_device_train_batch_size": "batch.per_rank", "batch size": "batch.global", "gradient accumulation": "batch.accumulate",
+    "gradient_accumulation_steps": "batch.accumulate", "cutoff_len": "data.max_length", "learning rate": "optim.lr", "lora_r": "adapter.rank",
+    "批大小": "batch.global", "学习率": "optim.lr",
+}  # fmt: skip
+
+
+def test_settings_are_found_by_the_words_of_people_and_of_other_tools(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with studio_of(tmp_path) as studio:
+        page = opened(browser, studio.url, [])
+        page.get_by_text(re.compile("All settings")).click()
+        for words_, key in WORDS.items():
+            page.get_by_label("Search settings").fill(words_)
+            page.locator(f"#a-{key.replace('.', chr(92) + '.')}").wait_for()
+            until(lambda: 0 < page.locator("details .field:visible").count() < 12)
+
+
+def test_the_page_is_painted_and_a_key_is_in_the_yaml_at_once(browser: Browser, tmp_path: Path) -> None:
+    with studio_of(tmp_path) as studio:
+        page = opened(browser, studio.url, [])
+        assert first_paint_ms(page) < 5_000, "five times the bound"
+        page.get_by_text(re.compile("All settings")).click()  # all fields follow the YAML, too
+        times = typed_ms(page, "f-output_dir", "-a-long-name")
+        assert statistics.median(times) < 500, "five times the bound"
+
+
 def test_a_file_of_llamafactory_fills_the_form(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data")
@@ -179,10 +225,13 @@ def test_axe_finds_nothing_in_any_view(
     browser: Browser, tmp_path: Path, language: str, scheme: Any, width: int
 ) -> None:
     write_rows(tmp_path)
-    with studio_of(tmp_path) as studio:
+    (tmp_path / "launchers.yaml").write_text("pair: {nproc: 2}\n")
+    with studio_of(tmp_path, "--allow-push", "--launchers", str(tmp_path / "launchers.yaml")) as studio:
         url = f"{studio.url}&lang={language}"
         page = opened(browser, url, [], color_scheme=scheme, width=width, bypass_csp=True)
         page.locator("#f-model\\.path").fill("builtin:tiny")
+        page.locator("#launcher").select_option("pair")
+        until(lambda: "--nproc=2" in page.locator(".command").inner_text())
         page.locator("#f-optim\\.lr").fill("x")
         until(lambda: page.locator("[aria-invalid=true]").count())
         page.locator("#s-new_run details summary").click()

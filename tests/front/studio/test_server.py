@@ -7,14 +7,18 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.front.studio.studios import TINY, RunningStudio, studio_of, until, write_rows
+from tests.front.studio.studios import TINY, RunningStudio, steps_of, studio_of, until, write_rows
 from tests.front_server import run as run_front
+from tests.jobs.nodes.network_namespaces import Loopback, Own
+from tests.ports import free_port
 from unisono.front.studio.form import FIRST, FIRST_OF, form
+from unisono.guard.control.protocol import new_token
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.yaml_file import all_keys
 
@@ -23,13 +27,6 @@ CHEAP = "batch: {global: 2}\ncheckpoint: {every: 3 steps, read_back: false}\nopt
 
 def config(name: str, duration: str) -> str:
     return f"{TINY}{CHEAP}duration: {duration}\noutput_dir: runs/{name}\n"
-
-
-def steps_of(root: Path, name: str) -> list[int]:
-    """The steps in a run's metrics."""
-    path = root / "runs" / name / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)["step"] for line in lines if '"loss"' in line]
 
 
 def state_of(studio: RunningStudio, name: str) -> str:
@@ -114,6 +111,57 @@ def test_a_run_is_stopped_resumed_and_extended(tmp_path: Path) -> None:
         )
         assert (state_of(studio, "one"), studio.row("one")["problems"]) == ("completed", [])
         assert steps_of(tmp_path, "one") == list(range(1, goal + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_launcher_of_the_owner_starts_a_run_on_two_nodes(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    token, head = tmp_path / "token", f"127.0.0.1:{free_port()}"
+    token.write_text(new_token())
+    token.chmod(0o600)
+    options = ["--nodes=2", f"--head={head}", f"--token-file={token}", "--nproc=1"]
+    launchers = {"pair": {"node-rank": 0, **dict(one.removeprefix("--").split("=", 1) for one in options)}}
+    (tmp_path / "launchers.yaml").write_text(json.dumps(launchers))
+    with studio_of(tmp_path, "--launchers", str(tmp_path / "launchers.yaml")) as studio:
+        assert studio.get("/api/studio/session")["launchers"] == ["pair"]
+        text = config("one", "4 steps")
+        assert studio.post("start", text=text, launcher="slurm").whats == [
+            "this studio has no launcher 'slurm'"
+        ]
+        assert "--nodes=2" in studio.post("draft", text=text, launcher="pair").json["command"]
+        assert studio.post("start", text=text, launcher="pair").status == 200
+
+        def join(*words: str) -> None:
+            """The second node, started by hand."""
+            typed = [sys.executable, "-m", "unisono", "train", *words, "--node-rank=1", *options]
+            command = Loopback().command(1, typed, Own())
+            with subprocess.Popen(
+                command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            ) as node:
+                said = node.communicate(timeout=240)[0]
+            assert node.returncode == 0, said
+
+        join("studio/configs/one-1.yaml")
+        until(lambda: state_of(studio, "one") == "completed" and studio.row("one")["start"] == "ended")
+        assert json.loads((tmp_path / "runs" / "one" / "plan.json").read_text())["world_size"] == 2
+        assert studio.post("steer", action="extend", name="one", duration="6 steps").status == 200
+        assert "--nodes=2" in studio.audit().splitlines()[-1], "it goes on where it was"
+        join("runs/one/config.yaml", "--resume", "duration=6 steps")
+        until(lambda: studio.row("one")["start"] == "ended")
+        assert steps_of(tmp_path, "one") == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pair: {output_dir: x}", "pair: {resume: 1}", "pair: 3", "pair: {launcher: {a: b}}", "[", "pair: {}"],
+)
+def test_a_file_of_launchers_has_only_options_that_say_where_ranks_are(tmp_path: Path, text: str) -> None:
+    (tmp_path / "launchers.yaml").write_text(text)
+    words = ["studio", "--no-open", "--root", str(tmp_path), "--launchers", str(tmp_path / "launchers.yaml")]
+    refused = run_front([sys.executable, "-m", "unisono", *words])
+    assert refused.returncode == 2
+    assert "launchers.yaml" in refused.stderr
 
 
 @pytest.mark.slow

@@ -14,12 +14,14 @@ is wrong in which case.
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.guard.diagnosis.scoring import Score, by_command, cases, is_surely_wrong, mark, verdict
+from unisono.base.text import plain
 
 CASES = Path(__file__).parent / "cases"
 CAUSE, CULPRIT, REMEDY = 0.98, 0.95, 0.95
@@ -71,3 +73,17 @@ def test_the_command_prints_the_verdict_that_was_scored() -> None:
 def by_files(case: dict[str, object]) -> dict[str, object]:
     printed = verdict(case, by_command)
     return {"cause": printed["cause"], "ranks": printed["ranks"]}
+
+
+def letters(text: str) -> str:
+    return "".join(plain(text).split())
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in CASES.glob("*.jsonl")))
+def test_each_line_of_evidence_is_one_of_the_logs(name: str) -> None:
+    """But for white space, colors, and secrets."""
+    for case, printed in said(name):
+        whole = letters("\n".join(map(str, case["files"].values())))
+        for item in printed["evidence"]:
+            for part in re.split(r"…|\*{3,}", item["text"]):
+                assert letters(part)[:200] in whole, (case["id"], item)

@@ -87,6 +87,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "rollout": {"group": 4, "max_new_tokens": 6}, "grpo": {"truncated": "keep", "beta": 0.1},
         "data": {"eval": 0.1}, "eval": {"every": "4 steps"}, "batch": {"global": 12, "micro": 2}, "duration": "8 steps",
     },
+    # One prompt in a step: a rank without one makes no forward while the other samples.
+    "grpo_few": {
+        "objective": "grpo", "rewards": [f"{rewards.__file__}:thirds"], "rollout": {"group": 4, "max_new_tokens": 6},
+        "grpo": {"truncated": "keep", "beta": 0.1}, "adapter": None, "optim": {"lr": 1e-3}, "batch": {"global": 4, "micro": 2}, "duration": "4 steps",
+    },
     "rollouts": {"objective": f"{rollouts.__file__}:Reinforce", "batch": {"global": 8, "micro": 1}, "duration": "10 steps"},
 }  # fmt: skip
 Key = TypeVar("Key")

@@ -30,7 +30,21 @@ def _losses_are_equal(run: Done, one: Done) -> None:
 
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize(
-    "kind", ["lora", "dora", "full", "weighted", "narrow", "nan", "nf4", "int8", "gptq", "rollouts", "grpo"]
+    "kind",
+    [
+        "lora",
+        "dora",
+        "full",
+        "weighted",
+        "narrow",
+        "nan",
+        "nf4",
+        "int8",
+        "gptq",
+        "rollouts",
+        "grpo",
+        "grpo_few",
+    ],
 )
 def test_two_ranks_give_the_losses_of_one(alone: dict[str, Done], two: Runs, kind: str, way: str) -> None:
     assert two[kind, way, 2].plan.strategy == way

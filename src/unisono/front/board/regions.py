@@ -25,6 +25,7 @@ from unisono.front.board.follow import TRAINER_STATE, FollowedRun, inside, train
 from unisono.front.board.rollouts import answers_of_some_steps, answers_of_step, answers_over_steps
 from unisono.guard.rundir.merged_logs import LogLine
 from unisono.guard.rundir.records import STOPPED_WITHOUT_A_STALL, best_evaluated
+from unisono.guard.watch import PHASES
 from unisono.trainer.checkpoint.retention import row_of
 from unisono.trainer.config.sections import GRPO
 from unisono.trainer.config.yaml_file import read_yaml
@@ -179,7 +180,8 @@ def _status(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) 
         "nodes": len(objects_of(plan.get("nodes"))) or None,
         "model": (_config_of(plan).get("model") or {}).get("path"),
         "unit": family_for(_config_of(plan).get("objective", "")).unit,
-        "resume": plan.get("resume_reason"),
+        "resume": (reason := plan.get("resume_reason")),
+        "chinese": {"resume": _in_chinese(reason) if isinstance(reason, str) else None},
         "loss": _last(run, "loss"),
         "eval_loss": _last(run, "eval_loss"),
         "reward": _last(run, "reward"),
@@ -297,7 +299,7 @@ def shown_verdict(body: Region) -> Region:
 
 @functools.cache
 def _chinese() -> Chinese:
-    """The translator of the terminal; only a run with a verdict needs it."""
+    """The translator of the terminal, once something needs it."""
     return chinese()
 
 
@@ -383,6 +385,7 @@ def _ranks(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -
                 "device": device.get("name") if isinstance(device, dict) else None,
                 "culprit": rank in culprits,
                 "phase": times.phase if times else None,
+                "chinese": {"phase": _phase_in_chinese(times.phase) if times else None},
                 "step": times.step if times else None,
                 "since": times.since if times else None,
                 "seen": times.seen if times else None,
@@ -398,6 +401,11 @@ def _ranks(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -
             }
         )
     return {"ranks": rows, "now": max((row["seen"] or 0 for row in rows), default=0)}
+
+
+@functools.cache
+def _phase_in_chinese(name: str) -> str:
+    return next((_in_chinese(phase.text) for phase in PHASES if phase.name == name), name)
 
 
 # ---- the rest

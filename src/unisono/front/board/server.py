@@ -269,7 +269,9 @@ class Gate:
 
     command = "unisono board"
 
-    def __init__(self, app: ASGIApp, *, key: bytes, token: str, host: str, port: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, key: bytes, token: str, host: str, port: int, is_secure: bool = False
+    ) -> None:
         """Opens nothing yet.
 
         Args:
@@ -277,8 +279,10 @@ class Gate:
                 so that a page finds the next one on the same port by itself.
             token: in the printed address.
             host: the name or address in the printed URL.
+            is_secure: whether browsers reach it with TLS.
         """
         self._app = app
+        self._is_secure = is_secure
         self._token = token
         self._ticket = hmac.new(
             key, f"cookie of {self.command} on port {port}".encode(), "sha256"
@@ -349,7 +353,14 @@ class Gate:
             f'<!doctype html><meta charset="utf-8">{NO_ICON}<meta http-equiv="refresh"'
             f' content="0;url={address}"><title>unisono</title>'
         )
-        response.set_cookie(self._cookie, self._ticket, httponly=True, samesite="strict", path="/")
+        response.set_cookie(
+            self._cookie,
+            self._ticket,
+            httponly=True,
+            samesite="strict",
+            path="/",
+            secure=self._is_secure,
+        )
         return response
 
 
@@ -389,7 +400,12 @@ def serve(
 
 
 async def serve_pages(
-    app: ASGIApp, listener: socket.socket, *, follower: Follower, on_start: Callable[[], None]
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    follower: Follower,
+    on_start: Callable[[], None],
+    **settings: Any,
 ) -> None:
     """Answers requests of browsers until SIGINT or SIGTERM.
 
@@ -398,11 +414,12 @@ async def serve_pages(
         listener: a socket that listens already.
         follower: announces what has changed.
         on_start: called once requests are answered.
+        settings: more of uvicorn.
 
     Raises:
         UnfitError: if a different program answers on the port.
     """
-    settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "h11_max_incomplete_event_size": 32_768}
+    settings |= {"timeout_keep_alive": _KEEP_ALIVE_S, "h11_max_incomplete_event_size": 32_768}
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from unisono.front.cli.job_options import JobOptionGroup, LauncherOptions
 from unisono.front.cli.output import output
 
 
@@ -29,6 +30,45 @@ def studio(
         ),
     ] = None,
     is_opened: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Address to listen on; one that others reach needs --tls-cert, or --proxy.",
+        ),
+    ] = "127.0.0.1",
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", metavar="FILE", help="Certificate of the server, in PEM.", show_default=False
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", metavar="FILE", help="Key of the certificate, in PEM.", show_default=False),
+    ] = None,
+    proxy: Annotated[
+        str,
+        typer.Option(
+            "--proxy",
+            metavar="URL",
+            help="Address of a proxy with TLS that passes requests on, e.g. https://studio.example.org.",
+            show_default=False,
+        ),
+    ] = "",
+    launchers: Annotated[
+        Path | None,
+        typer.Option(
+            "--launchers",
+            metavar="FILE",
+            help="YAML with options of `unisono train` by name: where else runs may be started.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_push: Annotated[
+        bool, typer.Option("--allow-push", help="Allow uploads of results to the Hugging Face hub.")
+    ] = False,
     trust_code: Annotated[
         bool,
         typer.Option(
@@ -42,14 +82,18 @@ def studio(
     from unisono.front.cli.board import open_browser, refuse_without_extra, settings_key
 
     refuse_without_extra("unisono studio", why="the server is an extra")
+    from unisono.front.studio.owner import OwnerSettings, ServerAccess
     from unisono.front.studio.single import only_server
     from unisono.front.studio.studio_server import serve
     from unisono.guard.facts.network import bind_listener
 
+    access = ServerAccess(host, tls_cert and tls_cert.absolute(), tls_key and tls_key.absolute(), proxy)
+    access.check()
+    options = _read_launchers(launchers) if launchers is not None else {}
     folders = [_directory(root) for root in roots or [Path()]]
     os.chdir(folders[0])  # relative paths of configs mean the same here as on a command line there
     printer = output()
-    with only_server(folders[0]), bind_listener("127.0.0.1", port) as listener:
+    with only_server(folders[0]), bind_listener(host, port) as listener:
 
         def announce(url: str) -> None:
             if printer.json:
@@ -67,14 +111,44 @@ def studio(
             if is_opened:
                 open_browser(url)
 
-        serve(
-            folders,
-            listener,
-            host="127.0.0.1",
-            key=settings_key(),
-            trusts_code=trust_code,
-            on_start=announce,
-        )
+        owner = OwnerSettings(folders, trust_code, allow_push, options, access)
+        serve(owner, listener, key=settings_key(), on_start=announce)
+
+
+def _read_launchers(path: Path) -> dict[str, tuple[str, ...]]:
+    """The options of `unisono train` by the name of each launcher in a file.
+
+    Raises:
+        UsageError: if it has something else, or cannot be read.
+    """
+    from unisono.base.errors import ConfigError, UsageError
+    from unisono.trainer.config.yaml_file import read_yaml
+
+    try:
+        launchers, _ = read_yaml(path)
+    except ConfigError as error:
+        raise UsageError(*error.problems) from error
+    groups = (JobOptionGroup, LauncherOptions)
+    known = {each.name for group in groups for each in group.parameters()} - {"launcher_options"}
+    example = "as in `cluster: {launcher: slurm, nodes: 2, partition: gpu}`"
+    words: dict[str, tuple[str, ...]] = {}
+    for name, options in launchers.items():
+        if not isinstance(options, dict) or not options:
+            raise UsageError.of(f"{name} has no options", where=str(path), fix=example)
+        for option, value in options.items():
+            if option.replace("-", "_") not in known or isinstance(value, dict | bool | None):
+                raise UsageError.of(
+                    f"{name}: {option} is not an option that says where ranks are",
+                    where=str(path),
+                    fix=f"{example}; `unisono train --help` lists them",
+                )
+        words[name] = tuple(_word_of(option, value) for option, value in options.items())
+    return words
+
+
+def _word_of(name: str, value: object) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"--{name.replace('_', '-')}={text}"
 
 
 def _directory(root: Path) -> Path:

@@ -18,23 +18,14 @@ from unisono.front.studio.draft import ConfigDraft, changed, draft_of, read_draf
 from unisono.front.studio.folders import Folders
 from unisono.front.studio.gate import text_of
 from unisono.front.studio.models import Models
+from unisono.front.studio.owner import OwnerSettings
 from unisono.front.studio.permissions import Permissions
 from unisono.front.studio.problems import shown_problem, shown_problems, translated
+from unisono.front.studio.results import Results
 from unisono.front.studio.run_queue import RunQueue
-from unisono.front.studio.runs import base_model, run_root, run_rows
-from unisono.front.studio.tasks import Tasks
+from unisono.front.studio.runs import run_rows
 from unisono.jobs.runs.config_file import load_config
 
-EXPORTS: dict[str, tuple[str, ...]] = {
-    "adapter": (),
-    "merged": ("--merge",),
-    "gguf": ("--format", "gguf"),
-    "gguf-adapter": ("--format", "gguf", "--adapter"),
-    "diffusers": ("--format", "diffusers"),
-    "kohya": ("--format", "kohya"),
-}
-"""Options of `unisono export`, by what is taken away."""
-QUANTIZED = ("f16", "bf16", "f32", "q8_0", "q6_k", "q5_k_m", "q4_k_m")
 _MOST_LOG = 16 << 20
 
 
@@ -44,10 +35,11 @@ class Actions:
 
     board: Board
     folders: Folders
+    owner: OwnerSettings
     permissions: Permissions
     queue: RunQueue
     commands: Commands
-    tasks: Tasks
+    results: Results
     models: Models
     audit: AuditLog
 
@@ -60,7 +52,11 @@ class Actions:
         shown = draft.to_json()
         shown["problems"] += [{"key": key, **shown_problem(problem)} for key, problem in refused]
         shown["notes"] = [translated(note) for note in draft.notes]
-        return {**shown, "command": f"unisono train {self._config_name(draft)}"}
+        words = ["unisono", "train", self._config_name(draft), *self._launcher(body)]
+        return {**shown, "command": shlex.join(words)}
+
+    def _launcher(self, body: dict[str, Any]) -> list[str]:
+        return self.owner.launcher_options(text_of(body, "launcher", default=""))
 
     def _draft(self, body: dict[str, Any]) -> ConfigDraft:
         draft, changes = read_draft(text_of(body, "text")), body.get("changes")
@@ -68,9 +64,7 @@ class Actions:
 
     def _config_name(self, draft: ConfigDraft) -> str:
         output = draft.values.get("output_dir")
-        return shlex.quote(
-            f"{Path(output).name}.yaml" if isinstance(output, str) and output else "train.yaml"
-        )
+        return f"{Path(output).name}.yaml" if isinstance(output, str) and output else "train.yaml"
 
     def _complete(self, body: dict[str, Any]) -> ConfigDraft:
         """A config that may be started.
@@ -88,8 +82,9 @@ class Actions:
 
     async def plan(self, body: dict[str, Any]) -> dict[str, Any]:
         """The plan of `train --dry-run`."""
+        options = ["--dry-run", *self._launcher(body), *self._trust()]
         path = self._written(self._complete(body), "plan")
-        plan = shown_plan(await self.commands.ask("plan", "train", str(path), "--dry-run", *self._trust()))
+        plan = shown_plan(await self.commands.ask("plan", "train", str(path), *options))
         warnings = [translated(text) for text in plan.pop("warnings", [])]
         return {**plan, "warnings": warnings, "problems": shown_problems(plan["problems"])}
 
@@ -115,6 +110,7 @@ class Actions:
 
     async def start(self, body: dict[str, Any]) -> dict[str, Any]:
         """Queues a new run; the queue begins it if none is running."""
+        options = [*self._launcher(body), *self._trust()]
         draft = self._complete(body)
         assert draft.config is not None
         output = self.folders.inside(draft.config.output_dir)
@@ -124,7 +120,13 @@ class Actions:
                 why="each run has a directory of its own",
                 fix="choose another output_dir, or resume the run on the page of runs",
             )
-        start = self.queue.add(output.name, draft.text, output_dir=output, options=self._trust())
+        start = self.queue.add(
+            output.name,
+            draft.text,
+            output_dir=output,
+            options=options,
+            launcher=text_of(body, "launcher", default=""),
+        )
         self.audit.write("start", run=output.name, command=start.words)
         return {"name": output.name, "path": str(output), "state": start.state}
 
@@ -137,21 +139,19 @@ class Actions:
             self.queue.cancel(text_of(body, "id"))
             self.audit.write("cancel", id=body["id"])
             return {"state": "cancelled"}
-        root = self._root(body)
+        root = self.results.root(body)
         if action == "stop":
             state = self.queue.stop(root)
             self.audit.write("stop", run=root.name)
             return {"state": state}
-        options = self._options_of(action, body)
+        launcher = text_of(body, "launcher", default=self.queue.launcher_of(root))
+        options = [*self._options_of(action, body), *self.owner.launcher_options(launcher)]
         config = root / "config.yaml"
         self._refuse_forbidden(config, options)
-        start = self.queue.add_again(config, output_dir=root, options=[*options, *self._trust()])
+        options += self._trust()
+        start = self.queue.add_again(config, output_dir=root, options=options, launcher=launcher)
         self.audit.write(action, run=root.name, command=start.words)
         return {"state": start.state}
-
-    def _root(self, body: dict[str, Any]) -> Path:
-        root = run_root(self.board, text_of(body, "name"))
-        return self.folders.inside(str(root))
 
     def _options_of(self, action: str, body: dict[str, Any]) -> list[str]:
         if action == "resume":
@@ -182,7 +182,7 @@ class Actions:
         self.board.refresh()
         return {
             "runs": harmless(run_rows(self.board, self.queue)),
-            "tasks": [harmless(task.to_json()) for task in self.tasks.tasks.values()],
+            "tasks": [harmless(task.to_json()) for task in self.results.tasks.tasks.values()],
             "models": [harmless(model.to_json()) for model in self.models.loaded.values()],
         }
 
@@ -192,14 +192,8 @@ class Actions:
         """Loads the result of the run `name`, its checkpoint of `step`, or with `base` the model
         that it began with.
         """
-        root = self._root(body)
-        step = body.get("step")
-        target: str | None = str(root)
-        if body.get("base"):
-            target, step = base_model(root), None
-        if target is None:
-            raise UsageError.of(f"the plan of {root.name} names no model", fix="choose another run")
-        model = self.models.load(target, step if isinstance(step, int) else None)
+        chosen = self.results.chosen(body)
+        model = self.models.load(chosen.target, chosen.step)
         self.audit.write("load", model=model.id)
         return model.to_json()
 
@@ -208,44 +202,6 @@ class Actions:
         name = text_of(body, "id")
         self.models.unload(name)
         self.audit.write("unload", model=name)
-        return {}
-
-    # ---- results
-
-    async def export(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Exports the result of the run `name` in the form `what`."""
-        root, what = self._root(body), text_of(body, "what")
-        if what not in EXPORTS:
-            raise UsageError.of(f"{what!r} is not a form of export", fix=f"use {', '.join(EXPORTS)}")
-        options = list(EXPORTS[what])
-        kind = text_of(body, "quantize", default="")
-        if kind and kind not in QUANTIZED:
-            raise UsageError.of(f"{kind!r} is not a quantization", fix=f"use {', '.join(QUANTIZED)}")
-        if kind and what == "gguf":
-            options += ["--quantize", kind]
-        out = self.folders.state / "exports" / f"{root.name}-{what}-{secrets.token_hex(3)}"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        words = ["export", str(root), str(out), *options, *self._step(body)]
-        task = self.tasks.start("export", root.name, words, out=out)
-        self.audit.write("export", run=root.name, command=words)
-        return task.to_json()
-
-    async def evaluate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Measures the result of the run `name` on the file `data`."""
-        root, data = self._root(body), self.folders.inside(text_of(body, "data"))
-        words = ["eval", str(root), "--data", str(data), *self._step(body)]
-        task = self.tasks.start("evaluate", root.name, words)
-        self.audit.write("evaluate", run=root.name, command=words)
-        return task.to_json()
-
-    def _step(self, body: dict[str, Any]) -> list[str]:
-        step = body.get("step")
-        return ["--step", str(step)] if isinstance(step, int) and not isinstance(step, bool) else []
-
-    async def stop_task(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Ends the task `id`."""
-        self.tasks.stop(text_of(body, "id"))
-        self.audit.write("stop task", id=body["id"])
         return {}
 
     # ---- a failure

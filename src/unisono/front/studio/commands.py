@@ -88,10 +88,13 @@ def _objects(output: bytes) -> list[dict[str, Any]]:
 
 
 def shown_plan(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page shows of a dry run: the plan in a few figures, or why it is refused."""
+    """What the page shows of a dry run: the plan in figures, a scheduler's script, or problems."""
     plan = next((one for one in objects if one.get("kind") == "plan"), None)
     result = objects[-1]
     problems = result.get("problems") or []
+    script = next((one["text"] for one in objects if one.get("kind") == "script"), None)
+    if script is not None and not problems:
+        return {"problems": [], "script": script}
     if plan is None or problems:
         return {"problems": problems or [{"what": str(result.get("outcome") or "the plan failed")}]}
     data, device = plan["data"], plan["device"]

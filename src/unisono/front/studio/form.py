@@ -11,6 +11,10 @@ from unisono.base.locale import chinese
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import NamesFile, Section
 from unisono.trainer.config.yaml_file import section_in
+from unisono.trainer.readers.axolotl.axolotl_keys import KEYS as AXOLOTL_KEYS
+from unisono.trainer.readers.llamafactory.keys import KEYS as LLAMAFACTORY_KEYS
+from unisono.trainer.readers.sd_scripts.keys import KEYS as SD_SCRIPTS_KEYS
+from unisono.trainer.readers.trl.trl_keys import KEYS as TRL_KEYS
 
 FIRST = (
     "model.path", "data.train", "data.eval", "duration", "optim.lr", "batch.global", "batch.micro",
@@ -70,7 +74,19 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[dict[str, Any]
             "required": field.is_required(),
             "path": NamesFile.of(field) is not None,
             "help": {"en": text, "zh": translate(text)},
+            "names": _other_names().get(key, []),
         }
+
+
+@functools.cache
+def _other_names() -> dict[str, list[str]]:
+    """What other tools call our keys, by key, from the tables of their readers."""
+    names: dict[str, set[str]] = {}
+    for table in (LLAMAFACTORY_KEYS, AXOLOTL_KEYS, TRL_KEYS, SD_SCRIPTS_KEYS):
+        for name, key in table.items():
+            for ours in table.get(key.same_as, key).ours.split(", "):
+                names.setdefault(ours, set()).add(name)
+    return {ours: sorted(theirs) for ours, theirs in names.items()}
 
 
 @functools.cache

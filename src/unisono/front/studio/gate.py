@@ -2,6 +2,7 @@
 
 import hmac
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -66,7 +67,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     return value
 
 
-def text_of(body: dict[str, Any], name: str, *, default: str | None = None) -> str:
+def text_of(body: Mapping[str, Any], name: str, *, default: str | None = None) -> str:
     """A text in a request.
 
     Raises:

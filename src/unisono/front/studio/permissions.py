@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.base.errors import Problem
+from unisono.base.errors import Problem, UsageError
 from unisono.base.text import one_line
 from unisono.front.studio.folders import Folders
 from unisono.trainer.config.own_code import own_code_of
@@ -42,6 +42,15 @@ class Permissions:
         keys = [one.key for one in code]
         keys += ["model.trust_remote_code"] if config.model.trust_remote_code else []
         return [*refused, *((key, _untrusted(key)) for key in keys)]
+
+    def require(self, model: str) -> None:
+        """Refuses a model that is outside of the directories.
+
+        Raises:
+            UsageError: if it is.
+        """
+        if model.startswith("-") or not self._may_use(model):
+            raise UsageError(_outside(model, self.folders))
 
     def _may_use(self, value: str) -> bool:
         scheme, is_url, _ = value.partition("://")

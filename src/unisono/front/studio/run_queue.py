@@ -33,6 +33,7 @@ class RecordedStart:
         words: of the command, after `unisono`.
         output_dir: absolute.
         state: queued, running, ended or cancelled.
+        launcher: the name of its owner's options; empty: this machine.
         pid: of the front.
         born: when the kernel started it, in clock ticks since boot: a pid is used again.
         result: the last line of its output, once it has ended: outcome, problems.
@@ -42,6 +43,7 @@ class RecordedStart:
     words: list[str]
     output_dir: str
     state: str = "queued"
+    launcher: str = ""
     pid: int = 0
     born: int = 0
     asked: float = field(default_factory=time.time)
@@ -64,7 +66,9 @@ class RunQueue:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self.starts = _read_starts(self._file)
 
-    def add(self, name: str, text: str, *, output_dir: Path, options: list[str]) -> RecordedStart:
+    def add(
+        self, name: str, text: str, *, output_dir: Path, options: list[str], launcher: str = ""
+    ) -> RecordedStart:
         """Queues a new run.
 
         Args:
@@ -72,18 +76,28 @@ class RunQueue:
             text: the config.
             output_dir: absolute.
             options: of `unisono train`, and overrides.
+            launcher: the name of those among them that say where it runs.
         """
         start_id = self._new_id(name)
         path = self._state / "configs" / f"{start_id}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-        return self._queue(start_id, path, output_dir, options)
+        return self._queue(start_id, path, output_dir, options, launcher)
 
-    def add_again(self, config: Path, *, output_dir: Path, options: list[str]) -> RecordedStart:
+    def add_again(
+        self, config: Path, *, output_dir: Path, options: list[str], launcher: str = ""
+    ) -> RecordedStart:
         """Queues a run that exists already: to be resumed, extended, or begun afresh."""
-        return self._queue(self._new_id(output_dir.name), config, output_dir, options)
+        return self._queue(self._new_id(output_dir.name), config, output_dir, options, launcher)
 
-    def _queue(self, start_id: str, config: Path, output_dir: Path, options: list[str]) -> RecordedStart:
+    def launcher_of(self, output_dir: Path) -> str:
+        """The launcher with which a run was started last."""
+        starts = [one for one in self.starts if one.output_dir == str(output_dir)]
+        return starts[-1].launcher if starts else ""
+
+    def _queue(
+        self, start_id: str, config: Path, output_dir: Path, options: list[str], launcher: str
+    ) -> RecordedStart:
         if any(
             one.output_dir == str(output_dir) and one.state in ("queued", "running") for one in self.starts
         ):
@@ -92,7 +106,7 @@ class RunQueue:
                 fix="stop it first, or choose another output_dir",
             )
         shown = str(config.relative_to(self._folder)) if config.is_relative_to(self._folder) else str(config)
-        start = RecordedStart(start_id, ["train", shown, *options], str(output_dir))
+        start = RecordedStart(start_id, ["train", shown, *options], str(output_dir), launcher=launcher)
         self.starts.append(start)
         self.look()
         return start

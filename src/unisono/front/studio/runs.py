@@ -71,9 +71,16 @@ def _row(board: Board, name: str, root: Path) -> dict[str, Any]:
         "time": written,
         "has_config": (root / "config.yaml").is_file(),
         "has_result": has_result,
+        "steps": _steps_of(run),
         "duration": _config_of(root).get("duration"),
         **{key: status.get(key) for key in _SHOWN},
     }
+
+
+def _steps_of(run: RunDir) -> list[int]:
+    """The steps of its checkpoints, latest first."""
+    names = [path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*")]
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
 def _time_of(path: Path) -> float:

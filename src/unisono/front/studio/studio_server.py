@@ -4,12 +4,11 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -23,7 +22,6 @@ from unisono.front.board.server import (
     language_of,
     serve_pages,
 )
-from unisono.front.http_server import address_of
 from unisono.front.studio.actions import Actions
 from unisono.front.studio.audit import AuditLog
 from unisono.front.studio.commands import Commands
@@ -32,9 +30,11 @@ from unisono.front.studio.folders import Folders
 from unisono.front.studio.form import form
 from unisono.front.studio.gate import UPLOADS, StudioGate, read_body
 from unisono.front.studio.models import Models
+from unisono.front.studio.owner import OwnerSettings
 from unisono.front.studio.page import OWN_STATIC, studio_html
 from unisono.front.studio.permissions import Permissions
 from unisono.front.studio.problems import shown_problems
+from unisono.front.studio.results import Results
 from unisono.front.studio.run_queue import RunQueue
 from unisono.front.studio.runs import folders_with_runs
 from unisono.front.studio.suggestions import suggestions
@@ -46,73 +46,73 @@ Action = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def serve(
-    roots: list[Path],
-    listener: socket.socket,
-    *,
-    host: str,
-    key: bytes,
-    trusts_code: bool,
-    on_start: Callable[[str], None],
+    owner: OwnerSettings, listener: socket.socket, *, key: bytes, on_start: Callable[[str], None]
 ) -> None:
     """Serves until SIGINT or SIGTERM. Runs that were started go on.
 
     Args:
-        roots: the directories that may be read and written; the first is the working directory.
+        owner: what the page may do, and where browsers reach it.
         listener: a socket that listens already.
-        host: the name or address in the printed URL.
         key: of this user.
-        trusts_code: whether configs may name Python code.
         on_start: gets the URL with the token, once requests are answered.
 
     Raises:
         UnfitError: if a different program answers on the port.
     """
-    asyncio.run(
-        _serve(roots, listener, host=host, key=key, trusts_code=trusts_code, on_start=on_start),
-    )
+    asyncio.run(_serve(owner, listener, key=key, on_start=on_start))
 
 
 async def _serve(
-    roots: list[Path],
-    listener: socket.socket,
-    *,
-    host: str,
-    key: bytes,
-    trusts_code: bool,
-    on_start: Callable[[str], None],
+    owner: OwnerSettings, listener: socket.socket, *, key: bytes, on_start: Callable[[str], None]
 ) -> None:
-    token = secrets.token_urlsafe(32)
-    folders = Folders(roots)
+    token, access = secrets.token_urlsafe(32), owner.access
+    folders = Folders(owner.roots)
     board = Board(folders_with_runs(folders), key=key, has_others=False)
     board.look()
     follower = Follower(board)
-    actions = _actions(board, folders, trusts_code=trusts_code)
+    actions = _actions(board, folders, owner)
     app = Starlette(
         routes=[*_routes(actions, token), *board_routes(board, follower, static=(STATIC, OWN_STATIC))]
     )
-    gate = StudioGate(app, key=key, token=token, host=host, port=listener.getsockname()[1])
-    address = f"{address_of(listener, host)}/?token={token}"
+    gate = StudioGate(
+        app,
+        key=key,
+        token=token,
+        host=access.name,
+        port=listener.getsockname()[1],
+        is_secure=access.is_secure,
+    )
+    address = f"{access.address(listener)}/?token={token}"
     beside = [asyncio.create_task(_watch(actions.queue)), asyncio.create_task(actions.models.run())]
     try:
-        await serve_pages(gate, listener, follower=follower, on_start=lambda: on_start(address))
+        await serve_pages(
+            gate,
+            listener,
+            follower=follower,
+            on_start=lambda: on_start(address),
+            **access.server_settings(),
+        )
     finally:
         for task in beside:
             task.cancel()
         actions.commands.close()
-        actions.tasks.close()
+        actions.results.tasks.close()
         actions.models.close()
 
 
-def _actions(board: Board, folders: Folders, *, trusts_code: bool) -> Actions:
+def _actions(board: Board, folders: Folders, owner: OwnerSettings) -> Actions:
+    permissions = Permissions(folders, owner.trusts_code)
+    audit = AuditLog(folders.first / "studio.log")
     return Actions(
         board,
         folders,
-        Permissions(folders, trusts_code),
+        owner,
+        permissions,
         RunQueue(folders.first, folders.state),
         Commands(folders.first),
-        Tasks(folders.first),
+        Results(board, permissions, Tasks(folders.first), audit, owner.may_push),
         Models(),
-        AuditLog(folders.first / "studio.log"),
+        audit,
     )
 
 
@@ -132,9 +132,11 @@ def _routes(actions: Actions, token: str) -> list[Route]:
         "steer": actions.steer,
         "load": actions.load,
         "unload": actions.unload,
-        "export": actions.export,
-        "evaluate": actions.evaluate,
-        "stop-task": actions.stop_task,
+        "export": actions.results.export,
+        "evaluate": actions.results.evaluate,
+        "compare": actions.results.compare,
+        "push": actions.results.push,
+        "stop-task": actions.results.stop_task,
         "diagnose": actions.diagnose,
     }
     return [
@@ -162,7 +164,14 @@ def _questions(actions: Actions, token: str) -> list[Route]:
 
     async def session(request: Request) -> dict[str, Any]:
         roots = [str(root) for root in actions.folders.roots]
-        return {"token": token, "roots": roots, "trusts_code": actions.permissions.trusts_code}
+        owner = actions.owner
+        return {
+            "token": token,
+            "roots": roots,
+            "trusts_code": owner.trusts_code,
+            "may_push": owner.may_push,
+            "launchers": list(owner.launchers),
+        }
 
     async def show_form(request: Request) -> dict[str, Any]:
         return form()
@@ -176,7 +185,17 @@ def _questions(actions: Actions, token: str) -> list[Route]:
     async def offered(request: Request) -> dict[str, Any]:
         return await asyncio.to_thread(suggestions, actions.board, actions.folders)
 
-    asked = {"session": session, "form": show_form, "runs": runs, "files": files, "suggestions": offered}
+    async def answers(request: Request) -> dict[str, Any]:
+        return await asyncio.to_thread(actions.results.answers, request.query_params.get("group", ""))
+
+    asked = {
+        "session": session,
+        "form": show_form,
+        "runs": runs,
+        "files": files,
+        "suggestions": offered,
+        "answers": answers,
+    }
     return [Route(f"/api/studio/{name}", _answered(question)) for name, question in asked.items()]
 
 
@@ -217,10 +236,12 @@ def _upload(actions: Actions) -> Callable[[Request], Awaitable[Response]]:
 
 def _download(actions: Actions) -> Callable[[Request], Awaitable[Response]]:
     async def give(request: Request) -> Response:
-        task = actions.tasks.tasks.get(request.path_params["task"])
+        task = actions.results.tasks.tasks.get(request.path_params["task"])
         if task is None or task.out is None or task.state != "done":
             return PlainTextResponse("there is no such export", 404)
         actions.audit.write("download", path=str(task.out))
+        if task.out.is_file():
+            return FileResponse(task.out, filename=task.out.name)
         disposition = f'attachment; filename="{task.id}-{task.kind}.zip"'
         return StreamingResponse(
             zipped(task.out), media_type="application/zip", headers={"Content-Disposition": disposition}

@@ -1,5 +1,5 @@
-"""Longer commands that the page starts and waits for: exports and evaluations, one at a time, with
-their progress.
+"""Longer commands that the page starts and waits for: exports, evaluations, answers and uploads,
+one at a time, with their progress.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from unisono.base.errors import UsageError
 from unisono.base.text import one_line, plain
 from unisono.front.studio.commands import COMMAND
 from unisono.front.studio.problems import shown_problems
+from unisono.guard.facts.environment import all_variables
 
 _MOST_BYTES = 4 << 20
 _MOST_TASKS = 50
@@ -25,20 +26,24 @@ class PageTask:
     """A command in its process.
 
     Attributes:
-        id: a number, as text.
-        kind: export or evaluate.
-        run: the name of the run.
+        kind: export, evaluate, answer or push.
+        run: the name of the run, and the step of its checkpoint.
         words: of the command, after `unisono`.
         out: what it writes, if anything.
+        group: of tasks whose answers are compared.
+        environment: variables of the command, e.g. a token, which nothing shows or keeps.
+        id: a number, as text.
         said: its latest line of progress.
         answer: the object that it printed.
     """
 
-    id: str
     kind: str
     run: str
     words: list[str]
     out: Path | None = None
+    group: str = ""
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    id: str = ""
     state: str = "queued"
     said: str = ""
     answer: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +54,7 @@ class PageTask:
             "id": self.id,
             "kind": self.kind,
             "run": self.run,
+            "group": self.group,
             "state": self.state,
             "said": self.said,
             "command": " ".join(["unisono", *self.words]),
@@ -68,47 +74,50 @@ class Tasks:
         self._folder = folder
         self._free = asyncio.Lock()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._waiting: set[asyncio.Task[None]] = set()
+        self._waiting: dict[str, asyncio.Task[None]] = {}
         self.tasks: dict[str, PageTask] = {}
         self._number = 0
 
-    def start(self, kind: str, run: str, words: list[str], *, out: Path | None = None) -> PageTask:
+    def start(self, task: PageTask) -> PageTask:
         """Starts a command as soon as the one before it has ended."""
         self._number += 1
-        task = PageTask(str(self._number), kind, run, words, out)
+        task.id = str(self._number)
         self.tasks[task.id] = task
         for old in [one.id for one in self.tasks.values() if one.state in ("done", "failed")][:-_MOST_TASKS]:
             del self.tasks[old]
-        waiting = asyncio.create_task(self._run(task))
-        self._waiting.add(waiting)
-        waiting.add_done_callback(self._waiting.discard)
+        self._waiting[task.id] = waiting = asyncio.create_task(self._run(task))
+        waiting.add_done_callback(lambda _: self._waiting.pop(task.id, None))
         return task
 
     def stop(self, task_id: str) -> None:
-        """Ends a task.
+        """Ends a task, or takes it from the queue.
 
         Raises:
             UsageError: if it has ended.
         """
-        process = self._processes.get(task_id)
-        if process is None:
+        if process := self._processes.get(task_id):
+            _end(process)
+        elif waiting := self._waiting.get(task_id):
+            waiting.cancel()
+            self.tasks[task_id].state = "failed"
+            self.tasks[task_id].environment.clear()
+        else:
             raise UsageError.of("this task is not running", fix="reload the page")
-        _end(process)
 
     def close(self) -> None:
         """Ends all tasks."""
-        for waiting in self._waiting:
+        for waiting in list(self._waiting.values()):
             waiting.cancel()
         for process in self._processes.values():
             _end(process)
 
     async def _run(self, task: PageTask) -> None:
         async with self._free:
-            task.state = "running"
+            task.state, environment, task.environment = "running", task.environment, {}
             process = await asyncio.create_subprocess_exec(
-                *COMMAND, *task.words, "--json", cwd=self._folder, stdin=asyncio.subprocess.DEVNULL,
+                *COMMAND, task.words[0], "--json", *task.words[1:], cwd=self._folder, stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=_MOST_BYTES,
-                start_new_session=True,
+                start_new_session=True, env=all_variables() | environment,
             )  # fmt: skip
             self._processes[task.id] = process
             try:

@@ -28,9 +28,9 @@ from unisono.guard.diagnosis.run_facts import Hypothesis, RunFacts, View
 
 NO_FAILURE = "no_failure"
 """The outcome for a text that reports no failure; no cause of the catalogue."""
-MOST, _LEAST = 3, 3
-"""Maximum number of hypotheses, and how many are given however low their scores are."""
-LIKELY, POSSIBLE = 0.55, 0.15
+MOST = 3
+"""Maximum number of hypotheses."""
+LIKELY, POSSIBLE = 0.7, 0.15
 """Scores from which a cause is called likely or possible."""
 _MOST_BECAUSE, _MOST_QUESTIONS = 6, 2
 _LEAST_SCORE = 0.02
@@ -372,11 +372,7 @@ def rank(
     chances = {cause: used.calibrated(chance) * most for cause, chance in chances.items()}
     order = sorted(chances, key=lambda cause: -chances[cause])
     supported = [cause for cause in order if any(used.weight(cause, name) > 0 for name in names)] or order[:1]
-    chosen = [
-        cause
-        for index, cause in enumerate(supported[:MOST])
-        if not index or chances[cause] >= _LEAST_SCORE or (index < _LEAST and EXPLAINS not in names)
-    ]
+    chosen = [*supported[:1], *(cause for cause in supported[1:MOST] if chances[cause] >= _LEAST_SCORE)]
     return Ranking(
         hypotheses=tuple(_ranked(cause, chances[cause], features, framework, used) for cause in chosen),
         questions=_questions(features, chances, used),

@@ -199,6 +199,8 @@ def make_diagnosis(
     findings = [
         _as_proved(without_nccl(finding, facts, on_windows=on_windows), excerpts) for finding in findings
     ]
+    printed = {f"{one.name}:{row.line}" for one in reports for row in one.passages if row.kind == "log"}
+    reported = [one for one in reported if one.where not in printed or one.id not in _TEACHING]
     features = (*reported, *log_features(facts, findings))
     ranking = rank(features, framework=facts.framework, is_failure=not language)
     if not language and not any(name in excerpts for name in facts.sources):

@@ -20,6 +20,12 @@ _FRAME = re.compile(
     r'^\W{0,8}File "(?P<file>[^"]{1,500})", line (?P<line>\d{1,9})(?:, in (?P<function>.{1,120}))?'
 )
 _BOXED = re.compile(r"^[│|] (?:❱ ?)?(?P<file>[^\s:]{1,400}):(?P<line>\d{1,9}) in (?P<function>\S{1,120})")
+_CELL = re.compile(
+    r"^(?:File )?(?P<file>(?:Cell|Input) In ?\[\d{1,6}\]|<ipython-input-[\w-]{1,60}>|[^\s:\"]{1,400}\.pyx?)"
+    r"(?:(?:, line |:)(?P<line>\d{1,9}))?(?:,? in (?P<function><[^>]{1,80}>|[^\s(]{1,120}).{0,400})?$"
+)
+_ARROW = re.compile(r"^-{2,8}> (?P<line>\d{1,9})\b")
+"""A frame of a notebook's traceback, and the line of its code."""
 _EXCEPTION = re.compile(
     r"^(?P<module>(?:[A-Za-z_]\w{0,80}\.){0,12})(?P<type>[A-Za-z_]\w{0,80})(?:\((?P<inner>[\w.]{1,120})\))?(?::(?:"
     r" (?P<message>.*))?)?$"
@@ -152,9 +158,12 @@ class Tracebacks:
 
     def _inside(self, key: str, opened: _Open, text: str, event: Callable[[], LogEvent]) -> bool:
         opened.lines += 1
-        frame = _FRAME.match(text) or _BOXED.match(text)
+        frame = _FRAME.match(text) or _BOXED.match(text) or _CELL.match(text)
         if frame:
-            opened.frames.append((frame["file"], int(frame["line"]), (frame["function"] or "").strip()))
+            opened.frames.append((frame["file"], int(frame["line"] or 0), (frame["function"] or "").strip()))
+            return True
+        if opened.frames and (arrow := _ARROW.match(text)):
+            opened.frames[-1] = (opened.frames[-1][0], int(arrow["line"]), opened.frames[-1][2])
             return True
         if (
             text[: opened.indent + 1].strip()

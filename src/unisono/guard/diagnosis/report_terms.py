@@ -121,8 +121,8 @@ _PART = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
 def pattern_of(phrase: str) -> str:
     """The regular expression of a phrase. Its repetitions are bounded and not nested.
 
-    A word of ASCII letters begins and ends where no letter is beside it; Chinese needs no such
-    boundary.
+    A word of ASCII letters begins and ends where no letter is beside it, a number where no decimals
+    are; Chinese needs no such boundary.
 
     Raises:
         ValueError: if brackets do not match.
@@ -144,7 +144,7 @@ def pattern_of(phrase: str) -> str:
             pieces.append(r"(?<![a-z0-9])")
         pieces.append(_piece(part, before, gap_over_commas=phrase.isascii()))
         if _is_word(part) and (not after or (after in "|]" and index > last_group)):
-            pieces.append(r"(?![a-z0-9])")
+            pieces.append(r"(?![a-z0-9]|\.\d)" if part.isdigit() else r"(?![a-z0-9])")
         if part not in "[|":
             before = " " if part == ".." or not part.isascii() else part
         index += len(part)
@@ -162,7 +162,7 @@ def _is_word(sign: str) -> bool:
 
 def _piece(part: str, before: str, *, gap_over_commas: bool) -> str:
     if part == "..":
-        return r"[^.。!?;]{0,40}?" if gap_over_commas else r"[^.。!?;,、]{0,24}?"
+        return r"(?:[^.。!?;,]|,(?![\u3400-\u9fff])){0,40}?" if gap_over_commas else r"[^.。!?;,、]{0,24}?"
     if part == "[":
         return "(?:"
     if part == "]":
@@ -194,6 +194,10 @@ class _Match:
     phrase: str
     start: int
     end: int
+
+
+_OTHER_WORDS = re.compile(r"原封不动|雷打不动|[你您]好|(?<=argument |ttribute )['\"`]\w{1,60}")
+"""Words that mean something else: idioms, greetings, and names of arguments and attributes."""
 
 
 def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
@@ -235,10 +239,13 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     return [
         feature
         for name, feature in features.items()
-        if not _EXCLUDED_BY.get(name, frozenset()) & features.keys() and f"useless:{name}" not in features
+        if not _EXCLUDED_BY.get(name, frozenset()) & features.keys()
+        and (name in _HAPPENED or f"useless:{name}" not in features)
     ]
 
 
+_HAPPENED = frozenset({"terminal_closed"})
+"""What a report tells beside an attempt that did not help, and that is not the attempt."""
 _BROAD = frozenset({"versions", "checkpoint", "tokens", "hardware", "user_code", "works_alone"})
 """Features that the explanation of any failure has."""
 
@@ -299,7 +306,7 @@ _NAMES = re.compile(
 
 
 def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iterator[Feature]:
-    text = passage.text.lower()
+    text = _OTHER_WORDS.sub(lambda match: " " * len(match[0]), passage.text.lower())
     where = f"{name}:{passage.line}"
     matches = _matches(text, phrases)
     if passage.kind != "prose" and _NAMES.search(text):

@@ -200,7 +200,7 @@ class Forward:
     """
     merges: bool = False
     """Whether the common beginnings of rows are computed once."""
-    root: Callable[[Callable[[], Any]], Any] | None = None
+    root: Callable[..., Any] | None = None
     """Set if weights are sharded over ranks: every use of them goes through it
     (`train.sharding`).
     """
@@ -239,14 +239,19 @@ class Forward:
 
         return self.within(tested)
 
-    def within(self, use: Callable[[], T]) -> T:
-        """Returns the result of `use`, called while all weights are unsharded.
+    def within(self, use: Callable[[], T], *, apart: bool = False) -> T:
+        """Returns the result of `use`, called where sharded weights can be used.
 
         With sharded weights all ranks must call it alike.
+
+        Args:
+            use: what computes. Each of its forwards gathers weights, so all ranks must make the
+                same number of them.
+            apart: gathers all weights before, so that the forwards of ranks may differ.
         """
         if self.root is None:
             return use()
-        result: T = self.root(use)
+        result: T = self.root(use, apart=apart)
         return result
 
     def loss(self, rows: Rows, *, count: int, smoothing: float = 0.0) -> torch.Tensor:
@@ -501,7 +506,7 @@ def choose_forward(
     dtype: str,
     quick_adapter: bool,
     gradient_checkpointing: bool,
-    root: Callable[[Callable[[], Any]], Any] | None = None,
+    root: Callable[..., Any] | None = None,
     trains: bool = True,
     fast_layers: bool = True,
     router_loss: RouterLossSection | None = None,

@@ -324,13 +324,13 @@ class RolloutSource(BatchSource):
     # ---- batches
 
     def _micros(self, groups: Sequence[AnswerGroup]) -> list[MicroBatch]:
-        """Those of the answers that have a part in the gradient, and at least one."""
+        """Those of the answers that have a part in the gradient, and at least one if the rank has
+        any.
+        """
         all_units = [(group, number) for group in groups for number in range(len(group.answers))]
         units = [one for one in all_units if self._has_gradient(one[0].answers[one[1]])]
         # An answer whose environment failed at its beginning has no tokens.
         units = units or [one for one in all_units if one[0].answers[one[1]].written][:1]
-        if not units:
-            return [self.shortest()]
         size = self._prompts.micro_batch
         return [self._micro(units[i : i + size]) for i in range(0, len(units), size)]
 

@@ -46,6 +46,7 @@ def estimate_memory(
     router_loss: bool = False,
     reward_models: int = 0,
     keeps_start: bool = False,
+    samples: bool = False,
     train_parts: Sequence[ModelPart] = ("language",),
     pixel_values: int = 0,
     largest_picture: int = 0,
@@ -87,7 +88,7 @@ def estimate_memory(
       weights. Embedding, head and what reads pictures are whole during a step, and two layers, or
       the last layers of up to 64 MiB if that is more. With an adapter embedding, head, what reads
       pictures and the last layers of up to 64 MiB are not divided, and two of the other layers are
-      whole.
+      whole. A rank that samples answers has all layers whole meanwhile.
 
     Args:
         model: the model's figures.
@@ -106,6 +107,7 @@ def estimate_memory(
         router_loss: whether there are losses of routers.
         reward_models: bytes of those that compute beside the rank.
         keeps_start: whether there is a copy of the starting weights, which is never sharded.
+        samples: whether the rank samples answers, during which all its layers are whole.
         train_parts: the parts of a vision-language model that are trained.
         pixel_values: values of the pixels of all pictures in one forward.
         largest_picture: those of the largest picture.
@@ -126,6 +128,7 @@ def estimate_memory(
         router_loss=router_loss,
         reward_models=reward_models,
         keeps_start=keeps_start,
+        samples=samples,
         train_parts=frozenset(train_parts),
         pixel_values=pixel_values,
         largest_picture=largest_picture,
@@ -184,6 +187,7 @@ class _EstimatedRank:
     router_loss: bool
     reward_models: int
     keeps_start: bool
+    samples: bool
     train_parts: frozenset[ModelPart]
     pixel_values: int
     largest_picture: int
@@ -382,6 +386,8 @@ class _EstimatedRank:
     @property
     def whole_layers(self) -> int:
         """Bytes of the layers that are whole during a step."""
+        if self.samples:
+            return self.layers
         if self.is_full:
             return max(2 * self.layer, min(self.layers, KEPT_WHOLE_BYTES))
         return self.undivided + min(self.divided, 2 * self.layer)

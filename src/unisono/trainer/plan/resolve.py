@@ -19,7 +19,7 @@ from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.reward_models import RewardModel
 from unisono.trainer.config.schedules import schedule_named
 from unisono.trainer.config.schema import RunConfig, config_digest
-from unisono.trainer.config.sections import Section
+from unisono.trainer.config.sections import GRPO, Section
 from unisono.trainer.config.training_sections import BatchSection
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
 from unisono.trainer.plan.families import family_for, family_of
@@ -450,6 +450,7 @@ def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointin
         ),
         router_loss=config.optim.router_loss is not None,
         keeps_start=config.grpo.beta > 0 and needs_start(config.adapter),
+        samples=config.objective == GRPO and config.rollout.engine == "own",
         reward_models=sum(model.memory_bytes for model in given.reward_models if model.device == kind),
         train_parts=config.train_parts,
         pixel_values=min(micro, share) * (pictures.most_values if pictures else 0),

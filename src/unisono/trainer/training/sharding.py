@@ -34,15 +34,33 @@ from unisono.trainer.training.process_group import backend_of
 class RootModule(torch.nn.Module):
     """The root: its forward calls a function, so that the chunked head sees unsharded weights,
     too.
+
+    Attributes:
+        layers: the sharded layers, and whether each is resharded after its forward.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.layers: list[tuple[FSDPModule, bool]] = []
 
-    def forward(self, use: Callable[[], Any]) -> Any:
-        """The result of `use`."""
-        return use()
+    def forward(self, use: Callable[[], Any], *, apart: bool = False) -> Any:
+        """The result of `use`; `apart`: all layers stay whole meanwhile, so that a rank waits for
+        no other, whatever each computes.
+        """
+        if not apart:
+            return use()
+        for layer, reshards in self.layers:
+            layer.unshard()
+            if reshards:
+                layer.set_reshard_after_forward(False, recurse=False)
+        try:
+            return use()
+        finally:
+            for layer, reshards in self.layers:
+                layer.reshard()
+                if reshards:
+                    layer.set_reshard_after_forward(True, recurse=False)
 
 
 class _Fresh:
@@ -112,6 +130,8 @@ def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
         room -= sum(parameter.nbytes for parameter in layer.parameters())
         if room < 0 or not _is_mostly_frozen(layer):
             _shard(layer, mesh=mesh, reshard_after_forward=room < 0)
+            assert isinstance(layer, FSDPModule)
+            root.layers.append((layer, room < 0))
     whole = {p for p in root.parameters() if not p.requires_grad and not isinstance(p, DTensor)}
     for tensor in (*whole, *root.buffers()):  # fully_shard does not move what it is to ignore
         if tensor.device.type != device.type:

@@ -4,7 +4,8 @@
   const REGIONS = ["status", "verdict", "curves", "rollouts", "ranks", "data", "checkpoints", "samples", "config", "log"];
   const SHARED = new Set(["curves", "config"]); // show all runs together
   const OF_ANSWERS = ["answer_tokens", "truncated", "equal_groups", "entropy", "kl", "sampler_kl"];
-  const FIRST = ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "expert_load_max"];
+  const FIRST = ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "expert_load_max"];
+  const WHOLE = Array.from({ length: 36 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between ticks
   const HIDDEN = new Set(["time_s", "total_steps", "step"]);
   const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4, 4, 4], [1, 5]];
   const COLOURS = { light: ["#0b5fa5", "#b94a00", "#0c7a5b", "#8a3d8c", "#6d5a00", "#c2286b", "#3d4655", "#1483b4"],
@@ -154,6 +155,9 @@
     });
     return node;
   };
+  const translated = (one) => LANG === "zh" ? { ...one, ...one.chinese } : one;
+  // a timeline is written every few seconds; each rank has its part in a step that is logged
+  const stepOf = (row) => row.step === null ? null : Math.max(row.step, get("status")?.kind === "unisono" ? get("status").step : 0);
   const drawStatus = () => {
     const one = get("status");
     const parts = [];
@@ -170,7 +174,7 @@
         tile("time_left", one.state === "running" ? duration(one.seconds_left) : "–"), tile("elapsed", duration(one.wall_time_s)),
         tile("reward", number(one.reward)), tile("eval_reward", number(one.eval_reward)), tile("loss", number(one.loss)), tile("eval_loss", number(one.eval_loss)), tile(one.unit, number(one.tokens)), tile(`${one.unit}_per_second`, number(one.tokens_per_second === null ? null : Math.round(one.tokens_per_second))),
         tile("world", number(one.world_size)), one.restarts ? tile("restarts", number(one.restarts)) : null,
-        one.model ? tile("model", one.model, "wide") : null, one.resume ? tile("resume", one.resume, "wide") : null));
+        one.model ? tile("model", one.model, "wide") : null, one.resume ? tile("resume", translated(one).resume, "wide") : null));
       if (one.holder) parts.push(h("p", { class: "soft" }, t("held_by", { pid: one.holder.pid, host: one.holder.host, since: when(one.holder.since) })));
       const more = Object.entries(one.more ?? {});
       if (more.length) parts.push(h("p", { class: "soft path" }, more.map(([name, value]) => `${name}: ${JSON.stringify(value)}`).join(" · ")));
@@ -178,11 +182,12 @@
     if (runs.length > 1) parts.push(h("h3", { class: "sub" }, t("last_values")), table(t("last_values"), [t("run"), t("state"), { text: t("step"), cls: "n" }, { text: t("loss"), cls: "n" }, { text: t("eval_loss"), cls: "n" }, { text: t("tokens_per_second"), cls: "n" }],
       runs.map((run) => { const s = get("status", run.name); return h("tr", {}, h("th", { scope: "row" }, run.name), cell(s ? badge(s) : "–"), ...["step", "loss", "eval_loss", "tokens_per_second"].map((key) => cell(number(s?.[key]), "n"))); })));
     put(bodies.status, problems("status"), parts);
+    for (const row of get("ranks")?.ranks ?? []) { const at = bodies.ranks.querySelector(`[data-rank="${row.rank}"] .at`); if (at) at.textContent = number(stepOf(row)); }
     document.title = one ? `${stateOf(one)} · ${one.name} · unisono board` : "unisono board";
   };
 
   // ---- verdict
-  const drawOne = (all, at, verdict = LANG === "zh" ? { ...all, ...all.chinese } : all) => h("div", { class: `block ${verdict.severity ?? ""}`, "data-cause": verdict.cause },
+  const drawOne = (all, at, verdict = translated(all)) => h("div", { class: `block ${verdict.severity ?? ""}`, "data-cause": verdict.cause },
     h("dl", {}, verdict.lines.map(([label, text], line) => [h("dt", {}, t(label)), h("dd", { class: `${line === 0 ? "first" : ""} ${label === "EVIDENCE" ? "code" : ""}` }, text)])),
     verdict.explain ? h("p", {}, h("a", { href: `#cause-${at}-${verdict.explain.id}`, on: { click: () => { const place = document.getElementById(`cause-${at}-${verdict.explain.id}`); if (place) place.open = true; } } }, t("cause_link", { cause: verdict.explain.id }))) : null,
     verdict.explain ? drawCause(verdict.explain, at) : null);
@@ -190,12 +195,17 @@
     h("div", { class: "explain" }, h("p", {}, cause.meaning), h("h3", {}, t("signs")), h("ul", {}, cause.signs.map((one) => h("li", {}, one))),
       cause.similar.length ? [h("h3", {}, t("similar")), h("ul", {}, cause.similar.map(([id, text]) => h("li", {}, h("b", {}, id), `: ${text}`)))] : null,
       h("h3", {}, t("fix")), h("ol", {}, cause.fix.map((one) => h("li", {}, one)))));
+  // a verdict is what one wants to read first; that there is none is not
+  const placeVerdict = (verdict, curves, isFirst) => {
+    if (Boolean(verdict.compareDocumentPosition(curves) & Node.DOCUMENT_POSITION_FOLLOWING) !== isFirst) curves[isFirst ? "before" : "after"](verdict);
+  };
   const drawVerdict = () => {
     const region = get("verdict");
     if (!region) return;
     const earlier = region.earlier ?? [];
     put(bodies.verdict, problems("verdict"), region.verdict ? drawOne(region.verdict, "now") : empty("no_verdict"),
       earlier.length ? [h("h3", {}, t("earlier")), earlier.map((one, at) => drawOne(one, String(at)))] : null);
+    for (const of of [(one) => bodies[one].closest("section"), (one) => document.querySelector(`[data-for=${one}]`)]) placeVerdict(of("verdict"), of("curves"), Boolean(region.verdict || earlier.length));
   };
 
   // ---- curves
@@ -257,13 +267,21 @@
     }
     return found;
   };
+  // of three runs or more, those that would flatten the others: most of a run that has diverged is beyond any scale
+  const topOf = (values) => values.reduce((top, value) => Math.max(top, Math.abs(value ?? 0)), 0);
+  const farOf = (tables) => {
+    if (view.log || tables.length < 3) return [];
+    const tops = tables.map((one) => topOf(one.values)), middle = [...tops].sort((a, b) => a - b)[Math.floor((tops.length - 1) / 2)];
+    return tables.filter((_, at) => middle > 0 && tops[at] > 20 * middle).map((one) => one.name);
+  };
   class Card {
     constructor(key) {
-      this.key = key; this.shape = "";
+      this.key = key; this.shape = ""; this.show = key.endsWith("_bytes") ? bytes : number;
       this.read = h("span", { class: "read" });
       this.plot = h("div", { class: "plot", tabindex: "0", role: "img", "aria-label": key, on: { keydown: (event) => this.onKey(event) } });
       this.details = h("details", { on: { toggle: () => this.drawTable() } }, h("summary", {}, t("table"), h("span", { class: "sr" }, ` ${key}`)), this.tableBox = h("div", { class: "inner" }));
-      this.node = h("div", { class: "chart", "data-curve": key }, h("div", { class: "title" }, h("h3", {}, key), this.read), this.plot, this.details);
+      this.outside = h("p", { class: "soft outside" });
+      this.node = h("div", { class: "chart", "data-curve": key }, h("div", { class: "title" }, h("h3", {}, key), this.read), this.plot, this.outside, this.details);
       this.isSeen = false; this.isDirty = true;
       this.watch = new IntersectionObserver(([entry]) => { this.isSeen = entry.isIntersecting; if (this.isSeen && this.isDirty) this.update(); }, { rootMargin: "300px" });
       this.watch.observe(this.node);
@@ -282,19 +300,21 @@
       document.documentElement.dataset.lines = String(tables.length);
       const last = tables.map((one) => one.values[one.values.length - 1]);
       const points = tables.reduce((sum, one) => sum + one.values.length, 0), nans = tables.reduce((sum, one) => sum + one.marks.length, 0);
-      this.read.textContent = tables.length === 1 ? number(last[0]) + (nans ? ` · ${t("nan", { n: nans })}` : "") : nans ? t("nan", { n: nans }) : "";
+      this.read.textContent = tables.length === 1 ? this.show(last[0]) + (nans ? ` · ${t("nan", { n: nans })}` : "") : nans ? t("nan", { n: nans }) : "";
       this.plot.setAttribute("aria-label", t("curve_of", { key: this.key, axis: t({ step: "by_step", tokens: "by_tokens", time_s: "by_time" }[view.axis]), n: number(points), first: number(tables[0]?.values[0]), last: last.map(number).join(", ") }) + (nans ? `, ${t("nan", { n: nans })}` : ""));
       const positive = (values) => view.log ? values.map((value) => value !== null && value > 0 ? value : null) : values;
       const joined = tables.map((one) => view.smoothing ? [one.xs, positive(one.values), positive(smoothed(one.values))] : [one.xs, positive(one.values)]);
       const lines = joined.length > 1 ? uPlot.join(joined) : joined[0] ?? [[], []];
-      const shape = JSON.stringify([tables.map((one) => one.name), view.smoothing > 0, view.log, isDark.matches, view.axis]);
+      const outside = this.far = farOf(tables);
+      this.outside.textContent = outside.length ? t("outside", { names: outside.join(", ") }) : "";
+      const shape = JSON.stringify([outside, tables.map((one) => one.name), view.smoothing > 0, view.log, isDark.matches, view.axis]);
       if (shape !== this.shape || !this.chart) { this.chart?.destroy(); this.shape = shape; this.chart = this.make(tables, lines); } else this.chart.setData(lines, false);
       this.scale();
       if (this.details.open) this.drawTable();
     }
     scale() {
       if (!this.chart) return;
-      const xs = this.chart.data[0], range = view.range ?? (xs.length ? [xs[0], xs.length > 1 ? xs[xs.length - 1] : xs[0] + 1] : [0, 1]);
+      const xs = this.chart.data[0], range = view.range ?? (xs.length > 1 ? [xs[0], xs[xs.length - 1]] : xs.length ? [xs[0] - 1, xs[0] + 1] : [0, 1]);
       this.chart.setScale("x", { min: range[0], max: range[1] });
     }
     make(tables, lines) {
@@ -302,15 +322,15 @@
       const series = [{}];
       for (const one of tables) {
         const { stroke, dash } = colourOf(one.name), few = one.xs.length < 40;
-        series.push({ stroke, dash, width: view.smoothing || tables.length > 6 ? 1 : 1.75, alpha: view.smoothing ? 0.3 : 1, points: { show: few && !view.smoothing, size: 5 } });
-        if (view.smoothing) series.push({ stroke, dash, width: 2, points: { show: false } });
+        series.push({ stroke, dash, width: view.smoothing || tables.length > 6 ? 1 : 1.75, alpha: view.smoothing ? 0.3 : 1, auto: !this.far.includes(one.name), points: { show: few && !view.smoothing, size: 5 } });
+        if (view.smoothing) series.push({ stroke, dash, width: 2, auto: !this.far.includes(one.name), points: { show: false } });
       }
-      const axis = { stroke: soft, font, grid: { stroke: line, width: 1 }, ticks: { show: false }, values: (_, splits) => labels(splits) };
+      const isBytes = this.key.endsWith("_bytes"), axis = { stroke: soft, font, grid: { stroke: line, width: 1 }, ticks: { show: false }, values: (_, splits) => isBytes ? splits.map((one) => one === null ? "" : bytes(one)) : labels(splits) };
       const isTime = view.axis === "time_s";
       return new uPlot({
         width: Math.max(120, this.plot.clientWidth), height: this.plot.clientHeight || 210, series, legend: { show: false },
         scales: { x: { time: false }, y: view.log ? { distr: 3 } : {} }, padding: [8, 18, 0, 0],
-        axes: [{ ...axis, size: 34, space: 64, values: (_, splits) => isTime ? splits.map((one) => one === null ? "" : duration(one)) : labels(splits) }, { ...axis, size: 56, space: 34 }],
+        axes: [{ ...axis, size: 34, space: 64, ...(isTime ? {} : { incrs: WHOLE }), values: (_, splits) => isTime ? splits.map((one) => one === null ? "" : duration(one)) : labels(splits) }, { ...axis, size: 56, space: 34 }],
         cursor: { y: false, drag: { x: true, y: false, setScale: false }, sync: { key: "board" }, points: { size: 6 } },
         hooks: {
           setSelect: [(chart) => { if (chart.select.width > 4) zoomTo([chart.posToVal(chart.select.left, "x"), chart.posToVal(chart.select.left + chart.select.width, "x")]); chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false); }],
@@ -333,7 +353,7 @@
       const at = chart.cursor.idx, tables = this.tables ?? [];
       if (at === null || at === undefined || chart.cursor.left < 0) return;
       const x = chart.data[0][at], head = view.axis === "time_s" ? duration(x) : number(Math.round(x * 100) / 100);
-      const values = tables.map((one) => { const place = nearest(one.xs, x); return tables.length > 1 ? `${one.name} ${number(one.values[place])}` : number(one.values[place]); });
+      const values = tables.map((one) => { const place = nearest(one.xs, x); return tables.length > 1 ? `${one.name} ${this.show(one.values[place])}` : this.show(one.values[place]); });
       this.read.textContent = `${head} · ${values.slice(0, 3).join(" · ")}`;
     }
     drawTable() {
@@ -439,8 +459,8 @@
       const percent = (kind) => total ? Math.round(100 * (row.seconds[kind] ?? 0) / total) : 0;
       const words = ["data", "compute", "comm", "other"].map((kind) => `${kindWord(kind)} ${percent(kind)} %`).join(", ");
       const bars = h("div", { class: "shares", "aria-hidden": "true", title: words }, ["data", "compute", "comm", "other"].map((kind) => { const bar = h("i", { class: `k-${kind}` }); bar.style.flexGrow = String(row.seconds[kind] ?? 0); bar.style.flexBasis = "0"; return bar; }));
-      const now = row.since && row.seen - row.since > 1 ? t("for_s", { phase: row.phase ?? "", time: duration(row.seen - row.since) }) : row.phase ?? "–";
-      return h("tr", { class: row.culprit ? "culprit" : "", "data-rank": row.rank }, h("th", { scope: "row" }, `${row.rank}${row.culprit ? ` ▲ ${t("culprit")}` : ""}`), cell(row.host ?? "–"), cell(now), cell(number(row.step), "n"), cell(lane, "lane"), cell([bars, h("span", { class: "sr" }, words)]));
+      const phase = translated(row).phase ?? "–", now = row.since && row.seen - row.since > 1 ? t("for_s", { phase, time: duration(row.seen - row.since) }) : phase;
+      return h("tr", { class: row.culprit ? "culprit" : "", "data-rank": row.rank }, h("th", { scope: "row" }, `${row.rank}${row.culprit ? ` ▲ ${t("culprit")}` : ""}`), cell(row.host ?? "–"), cell(now), cell(number(stepOf(row)), "n at"), cell(lane, "lane"), cell([bars, h("span", { class: "sr" }, words)]));
     });
     put(bodies.ranks, problems("ranks"), timed.length ? null : empty("no_ranks"),
       table(t("ranks"), [t("rank"), t("host"), t("now"), { text: t("step"), cls: "n" }, t("timeline"), t("share")], body, { tall: rows.length > 12, cls: "lanes" }),

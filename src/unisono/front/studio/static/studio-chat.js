@@ -1,15 +1,15 @@
 // Chat with a result, and with another model beside it.
 import { button, field, h, number, post, problemNodes, put, section, stream, t } from "./studio-parts.js";
-import { listen, optionsOf, withResult } from "./studio-runs.js";
+import { fillModels, listen, modelIn, pickModel } from "./studio-runs.js";
 
 const parts = {}, sides = [];
-let stopper = null, names = "";
+let stopper = null, pick = "";
 class Side {
   constructor(of) { this.of = of; this.model = null; this.turns = []; this.log = h("ol", { class: "talk" }); this.state = h("p", { class: "soft", role: "status" }); this.title = h("h3", {}); this.node = h("div", { class: "talk-side", "data-side": of }, this.title, this.state, this.log); }
-  async load(name, base) {
-    this.title.textContent = base ? t("base_of", { name }) : name;
+  async load(chosen) {
+    this.title.textContent = chosen.base ? t("base_of", chosen) : chosen.step ? t("at_checkpoint", chosen) : chosen.name;
     put(this.state, t("loading_model"));
-    const answer = await post("load", base ? { name, base: true } : { name });
+    const answer = await post("load", chosen);
     if (answer.problems?.length) { put(this.state, problemNodes(answer.problems)); return; }
     this.model = answer.id;
   }
@@ -84,25 +84,22 @@ const openSides = async () => {
   sides.push(new Side("result"));
   if (second) sides.push(new Side("beside"));
   put(parts.talk, sides.map((one) => one.node));
-  await sides[0].load(first, false);
-  if (second) await sides[1].load(second === "*base" ? first : second, second === "*base");
+  const chosen = modelIn(parts.run);
+  await sides[0].load(chosen);
+  if (second) await sides[1].load(second === "*base" ? { name: chosen.name, base: true } : modelIn(parts.beside));
 };
 export const openChat = async (name) => {
-  if (name) parts.pick = name;
-  fillNames();
-  if (parts.pick && parts.run.value !== parts.pick) parts.run.value = parts.pick;
+  if (name) pick = name;
+  fill();
+  if (pick && pickModel(parts.run, pick)) pick = "";
   if (!sides.length || name) await openSides();
   parts.text.focus();
 };
-const fillNames = () => {
-  const list = withResult(), now = list.map((row) => row.name).join("\n");
-  if (now === names) return;
-  names = now;
-  const run = parts.run.value, beside = parts.beside.value;
-  put(parts.run, optionsOf(list)); put(parts.beside, h("option", { value: "" }, t("nothing")), h("option", { value: "*base" }, t("base_model")), optionsOf(list));
-  if (run) parts.run.value = run;
-  parts.beside.value = beside || (parts.isBuilt ? "" : "*base");
-  parts.isBuilt = true;
+const fill = () => {
+  const isFirst = !parts.beside.options.length;
+  fillModels(parts.run);
+  fillModels(parts.beside, h("option", { value: "" }, t("nothing")), h("option", { value: "*base" }, t("base_model")));
+  if (isFirst) parts.beside.value = "*base";
 };
 export const buildChat = () => {
   parts.run = h("select", { on: { change: openSides } }); parts.beside = h("select", { on: { change: openSides } });
@@ -111,7 +108,7 @@ export const buildChat = () => {
   parts.text = h("textarea", { id: "message", rows: "2", "aria-label": t("message"), placeholder: t("message"), on: { keydown: (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) ask(event); } } });
   parts.send = h("button", { type: "submit", class: "main", disabled: true }, t("send")); parts.stop = button("stop_answer", () => stopper?.abort()); parts.stop.hidden = true;
   parts.talk = h("div", { class: "talk-sides" }, h("p", { class: "empty" }, t("no_results"))); parts.said = h("div", { "aria-live": "polite" });
-  listen((latest) => { if (document.getElementById("v-chat").hidden) return; fillNames(); for (const one of sides) one.take(latest.models); update(); });
+  listen((latest) => { if (document.getElementById("v-chat").hidden) return; fill(); if (!sides.length && parts.run.value) openChat(pick); for (const one of sides) one.take(latest.models); update(); });
   return section("chat", h("div", { class: "grid-fields" }, field("result_of", parts.run), field("beside", parts.beside)),
     h("details", { "data-keep": "sampling" }, h("summary", {}, t("sampling")), h("div", { class: "inner grid-fields" }, field("temperature", parts.temperature), field("max_tokens", parts.most), field("top_p", parts.topP), field("system_prompt", parts.system), field("tools", parts.tools), field("picture_file", parts.picture))),
     parts.talk, parts.said, h("form", { class: "say", on: { submit: ask } }, parts.text, h("div", { class: "actions" }, parts.send, parts.stop, button("clear_talk", openSides))));

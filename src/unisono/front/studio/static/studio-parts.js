@@ -8,6 +8,7 @@ document.documentElement.lang = LANG === "zh" ? "zh-CN" : "en";
 const locale = LANG === "zh" ? "zh-CN" : "en";
 export const t = (name, values = {}) => (WORDS[LANG][name] ?? name).replace(/\{(\w+)\}/g, (_, key) => String(values[key] ?? ""));
 export const has = (name) => name in WORDS[LANG];
+export const inBoth = (name) => Object.values(WORDS).map((words) => words[name] ?? "").join(" ");
 export const inLanguage = (text) => text?.[LANG] ?? "";
 const numbers = new Intl.NumberFormat(locale, { maximumSignificantDigits: 4 });
 const wholes = new Intl.NumberFormat(locale, { maximumFractionDigits: 0 });
@@ -61,11 +62,13 @@ export const problemNodes = (problems) => (problems ?? []).map(problemNode);
 
 // ---- requests: a change has the token in a header, and a server that was started again has another one
 let token = null;
+export const owner = { may_push: false, launchers: [] }; // what the server's owner has set up
 export const session = async () => {
   const answer = await fetch("/api/studio/session", { credentials: "same-origin" });
   if (!answer.ok) throw new Error(String(answer.status));
   const value = await answer.json();
   token = value.token;
+  Object.assign(owner, value);
   return value;
 };
 export const get = async (path) => {

@@ -7,6 +7,7 @@ const TONE = { completed: "good", running: "", queued: "", preempted: "warn", in
 const isBusy = (row) => ["running", "queued"].includes(row.state) || row.start === "running";
 const stateOf = (row) => t(row.stopped_by ? `stopped_${row.stopped_by}` : row.start === "running" && row.state !== "running" ? "starting" : row.state);
 const badge = (row) => h("span", { class: `badge ${isBusy(row) ? "" : TONE[row.state] ?? "bad"}` }, stateOf(row));
+const hasModel = (row) => row.has_result || row.steps?.length > 0;
 const stepOf = (row) => row.total_steps ? `${number(row.step ?? 0)} / ${number(row.total_steps)}` : "–";
 
 const steer = async (row, action, more = {}) => {
@@ -31,8 +32,8 @@ const buttonsOf = (row) => [
   row.has_config && !isBusy(row) && row.state !== "completed" ? button("resume_run", () => steer(row, "resume")) : null,
   row.has_config && !isBusy(row) && row.state === "completed" ? button("extend", () => askDuration(row)) : null,
   row.has_config && !isBusy(row) ? button("fresh_run", () => askFirst(t("fresh_help"), "fresh_run", () => steer(row, "fresh"))) : null,
-  row.has_result && !isBusy(row) ? button("chat", () => go("chat", row.name), { class: "main" }) : null,
-  row.has_result && !isBusy(row) ? button("take_away", () => go("results", row.name)) : null,
+  hasModel(row) && !isBusy(row) ? button("chat", () => go("chat", row.name), { class: "main" }) : null,
+  hasModel(row) && !isBusy(row) ? button("take_away", () => go("results", row.name)) : null,
 ];
 const tile = (name, value) => h("div", {}, h("dt", {}, t(name)), h("dd", {}, value));
 const showOne = () => {
@@ -83,6 +84,22 @@ export const buildRuns = (call) => {
   parts.chartBox.setAttribute("aria-label", t("loss"));
   return [section("run", parts.said, parts.confirm, parts.one, parts.chartBox), section("runs", parts.list)];
 };
-export const withResult = () => rows.filter((row) => row.has_result);
-export const optionsOf = (list) => list.map((row) => h("option", { value: row.name }, row.name));
-export const wordOf = (name) => has(name) ? t(name) : name;
+// ---- choosing a model: the result of a run, or one of its checkpoints
+const choices = () => rows.filter(hasModel).map((row) => h("optgroup", { label: row.name }, row.has_result ? h("option", { value: row.name }, row.name) : null,
+  row.steps.map((step) => h("option", { value: `${row.name}\n${step}` }, t("at_checkpoint", { name: row.name, step: number(step) })))));
+// fills a select if there is something new, and keeps what is chosen
+export const fillModels = (select, ...before) => {
+  const state = JSON.stringify(rows.filter(hasModel).map((row) => [row.name, row.has_result, row.steps]));
+  if (select.dataset.of === state) return;
+  const value = select.value;
+  select.dataset.of = state;
+  put(select, before.map((one) => one.cloneNode(true)), choices());
+  pickModel(select, value);
+};
+export const pickModel = (select, name) => {
+  const option = [...select.options].find((one) => one.value === name) ?? [...select.options].find((one) => name && one.value.startsWith(`${name}\n`));
+  if (option) select.value = option.value;
+  return Boolean(option);
+};
+// as requests name it
+export const modelIn = (select) => { const [name, step] = select.value.split("\n"); return step ? { name, step: Number(step) } : { name }; };

@@ -1,5 +1,5 @@
 // A new run: the form of the schema, the YAML beside it, the rows and the plan before anything starts.
-import { LANG, button, bytes, chooseFile, field, get, h, has, inLanguage, number, post, problemNode, problemNodes, put, section, t, table, upload } from "./studio-parts.js";
+import { LANG, button, bytes, chooseFile, field, get, h, has, inBoth, inLanguage, number, owner, post, problemNode, problemNodes, put, section, t, table, upload } from "./studio-parts.js";
 
 let form = null, draft = { values: {}, text: "", problems: [], notes: [], method: "lora" };
 let pending = {}, asking = null, pressed = false, planTimer = 0, asks = 0, onStarted = null, nextText = null;
@@ -33,12 +33,13 @@ const makeField = (one, prefix = "f", ...more) => {
 
 // ---- both ways: a change of the form goes over the YAML, a change of the YAML into the form
 const set = (key, value) => { touched.add(key); pending[key] = value; send(); };
+const launcher = () => parts.launcher?.value ?? "";
 const send = () => { asking ??= sendAll().finally(() => { asking = null; }); return asking; };
 const sendAll = async () => {
   while (Object.keys(pending).length || nextText !== null) {
     const changes = pending, text = nextText ?? draft.text;
     pending = {}; nextText = null;
-    const answer = await post("draft", { text, changes });
+    const answer = await post("draft", { text, changes, launcher: launcher() });
     if (answer.text === undefined) { put(parts.above, problemNodes(answer.problems)); continue; }
     draft = answer;
     show();
@@ -78,10 +79,11 @@ const tile = (name, value) => h("div", {}, h("dt", {}, t(name)), h("dd", {}, val
 const plan = async () => {
   const ask = asks;
   put(parts.plan, h("p", { class: "soft" }, t("planning")));
-  const answer = await post("plan", { text: draft.text });
+  const answer = await post("plan", { text: draft.text, launcher: launcher() });
   if (ask !== asks) return;
   parts.plan.dataset.state = "shown";
   if (answer.problems.length) { put(parts.plan, problemNodes(answer.problems)); return; }
+  if (answer.script) { put(parts.plan, h("p", { class: "soft" }, t("plan_script")), h("pre", { class: "command" }, answer.script)); return; }
   const share = answer.device_bytes ? answer.memory_bytes / answer.device_bytes : null;
   put(parts.plan, answer.warnings.map((text) => h("p", { class: "note" }, inLanguage(text))), h("dl", { class: "tiles" },
     tile("plan_steps", number(answer.steps)), tile("plan_rows", number(answer.rows)), tile("tokens", number(answer.tokens)), tile("plan_batch", `${number(answer.global_batch)} (${number(answer.micro_batch)})`),
@@ -109,7 +111,7 @@ const start = async (event) => {
   if (draft.problems.length) { [...document.querySelectorAll("[aria-invalid=true]")][0]?.focus(); return; }
   parts.start.disabled = true;
   clearTimeout(planTimer);
-  const answer = await post("start", { text: draft.text });
+  const answer = await post("start", { text: draft.text, launcher: launcher() });
   parts.start.disabled = false;
   if (answer.problems) { put(parts.below, problemNodes(answer.problems)); return; }
   put(parts.below);
@@ -138,6 +140,8 @@ const save = () => {
   URL.revokeObjectURL(link.href);
 };
 
+const openFile = h("input", { type: "file", accept: ".yaml,.yml,.json", hidden: true, on: { change: async (event) => { nextText = await event.target.files[0].text(); event.target.value = ""; touched.clear(); send(); } } });
+
 const dataField = (one) => {
   const file = h("input", { type: "file", hidden: true, on: { change: (event) => { takeUpload(event.target.files[0]); event.target.value = ""; } } });
   parts.uploading = h("div");
@@ -152,15 +156,22 @@ const methodFields = () => {
   parts.objective = h("select", { id: "objective", on: { change: (event) => set("objective", event.target.value) } }, byKey.get("objective").choices.map((name) => h("option", { value: name }, has(`objective_${name}`) ? t(`objective_${name}`) : name)));
   return [field("objective", parts.objective), parts.methods];
 };
+// the owner's launchers: a change asks for the command and the plan again
+const launcherField = () => {
+  if (!owner.launchers.length) return null;
+  parts.launcher = h("select", { id: "launcher", on: { change: () => { nextText = draft.text; send(); } } }, h("option", { value: "" }, t("this_machine")), owner.launchers.map((name) => h("option", { value: name }, name)));
+  return field("launcher", parts.launcher);
+};
+const plainText = (text) => text.toLowerCase().replace(/[-_.]+/g, " ");
 const allFields = () => {
   const box = h("div"), shown = [];
   const search = h("input", { type: "search", id: "search", placeholder: t("search_settings"), "aria-label": t("search_settings"), on: { input: () => filter() } });
-  const filter = () => { const words = search.value.toLowerCase().split(/\s+/); for (const [node, text] of shown) node.hidden = !words.every((word) => text.includes(word)); };
+  const filter = () => { const words = plainText(search.value).split(/\s+/); for (const [node, text] of shown) node.hidden = !words.every((word) => text.includes(word)); };
   const build = () => {
     if (shown.length) return;
     for (const one of form.fields) {
       const node = makeField(one, "a");
-      shown.push([node, `${one.key} ${label(one.key)} ${one.help.en} ${one.help.zh}`.toLowerCase()]);
+      shown.push([node, plainText(`${one.key} ${one.names.join(" ")} ${inBoth(`f_${one.key}`)} ${one.help.en} ${one.help.zh}`)]);
       box.append(node);
     }
     filter();  // something may have been typed before `toggle` arrives
@@ -181,8 +192,8 @@ export const buildStart = async (call) => {
   const more = [...new Set(Object.values(form.first_of).flat())];
   parts.more = h("div", { class: "grid-fields" }, more.map((key) => makeField(byKey.get(key), "o")));
   const left = h("form", { on: { submit: start } }, section("new_run", parts.above, modelField(byKey.get("model.path")), dataField(byKey.get("data.train")), methodFields(), parts.more,
-    h("div", { class: "grid-fields" }, keys.map((key) => makeField(byKey.get(key)))), allFields(), h("div", { class: "actions" }, parts.start, button("preview_rows", preview)), parts.below));
-  const right = h("div", { class: "side" }, section("yaml_title", h("p", { class: "soft" }, t("yaml_help")), parts.yaml, h("div", { class: "actions" }, button("save_yaml", save), parts.command)), section("plan_title", parts.plan), section("rows_title", h("p", { class: "soft" }, t("rows_help")), parts.rows));
+    h("div", { class: "grid-fields" }, keys.map((key) => makeField(byKey.get(key)))), launcherField(), allFields(), h("div", { class: "actions" }, parts.start, button("preview_rows", preview)), parts.below));
+  const right = h("div", { class: "side" }, section("yaml_title", h("p", { class: "soft" }, t("yaml_help")), parts.yaml, h("div", { class: "actions" }, button("save_yaml", save), button("open_yaml", () => openFile.click()), openFile, parts.command)), section("plan_title", parts.plan), section("rows_title", h("p", { class: "soft" }, t("rows_help")), parts.rows));
   await suggest(false);
   return h("div", { class: "columns-2" }, left, right);
 };

@@ -33,11 +33,11 @@ const poll = async () => {
 };
 const begin = async () => {
   build();
+  await session();
   views.runs.append(...buildRuns(go));
   views.chat.append(buildChat());
   views.results.append(...buildResults());
   views.diagnose.append(buildDiagnose());
-  await session();
   views.start.append(await buildStart((name) => go("runs", name)));
   addEventListener("hashchange", show);
   show();

@@ -27,7 +27,7 @@ class OwnEngine:
         """The result of `use`: the weights are those that are trained."""
         del version
         with self._forward.ready_to_generate() as self._model:
-            return self._forward.within(use)
+            return self._forward.within(use, apart=True)  # each rank has other answers
 
     def figures(self) -> dict[str, float]:
         """None: nothing is sent."""
@@ -44,6 +44,7 @@ class OwnEngine:
             with_log_probs=True,
         )
         rank, tokens, shown = self._rank, 0, time.monotonic()
+        rank.enter("rollout", done=0)
         with engine.ready():
             for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
                 engine.add(answer)
