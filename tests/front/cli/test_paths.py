@@ -56,6 +56,7 @@ DIRECTORIES = {
     "--root",
     "out",
     "--image-folders",
+    "--adapter-folders",
     "--output-dir",
     "folders",
     "runs",

@@ -101,16 +101,30 @@ class Served:
     def post(self, path: str = "/v1/completions", **body: Any) -> "Reply":
         """The response to a request."""
         defaults = {} if {"messages", "input"} & body.keys() else {"prompt": "what"}
-        text = json.dumps({"model": self.model, "temperature": 0, **defaults, **body})
+        return self.send(path, json.dumps({"model": self.model, "temperature": 0, **defaults, **body}))
+
+    def send(self, path: str, body: str, *, method: str = "POST", **headers: str) -> "Reply":
+        """The response to any request."""
+        sent = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         with contextlib.closing(HTTPConnection(*self.address, timeout=LIMIT_S)) as connection:
-            connection.request("POST", path, text, {"content-type": "application/json"})
+            connection.request(method, path, body, sent)
             response = connection.getresponse()
-            return Reply(response.status, response.getheader("retry-after"), json.loads(response.read()))
+            text = response.read().decode()
+            is_json = response.getheader("content-type") == "application/json"
+            return Reply(
+                response.status,
+                response.getheader("retry-after"),
+                json.loads(text) if is_json else {"text": text},
+            )
 
     def stream(self, **body: Any) -> "Stream":
         """A request for a stream, sent but not read."""
         text = json.dumps({"model": self.model, "prompt": "what", "temperature": 0, "stream": True, **body})
-        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            f"authorization: Bearer {self.key}\r\n"
+        )
         return Stream(self.connect(f"{head}content-length: {len(text)}\r\n\r\n{text}"))
 
     def connect(self, text: str = "") -> socket.socket:

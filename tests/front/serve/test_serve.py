@@ -145,6 +145,66 @@ def test_what_is_no_request_is_refused_in_the_same_form(server: Served) -> None:
     assert "--adapter" in server.post("/v1/load_lora_adapter").body["error"]["message"]
 
 
+# Of OpenAI's and vLLM's clients: the status decides which exception they raise.
+STATUSES = [
+    ("POST", "/v1/completions", "{", {}, 400, None),
+    ("POST", "/v1/completions", "[]", {}, 400, None),
+    ("POST", "/v1/completions", "{}", {}, 400, "model"),
+    ("POST", "/v1/completions", '{"model": "MODEL"}', {}, 400, "prompt"),
+    ("POST", "/v1/completions", '{"model": "MODEL", "prompt": "a", "max_tokens": -1}', {}, 400, "max_tokens"),
+    (
+        "POST",
+        "/v1/completions",
+        '{"model": "MODEL", "prompt": "a", "max_tokens": "x"}',
+        {},
+        400,
+        "max_tokens",
+    ),
+    ("POST", "/v1/completions", '{"model": "MODEL", "prompt": "a", "unknown": 1}', {}, 400, "unknown"),
+    ("POST", "/v1/completions", '{"model": "MODEL", "prompt": "a", "n": 17}', {}, 400, "n"),
+    ("POST", "/v1/chat/completions", '{"model": "MODEL"}', {}, 400, "messages"),
+    ("POST", "/v1/chat/completions", '{"model": "MODEL", "messages": []}', {}, 400, "messages"),
+    (
+        "POST",
+        "/v1/chat/completions",
+        '{"model": "MODEL", "messages": [{"role": "judge"}]}',
+        {},
+        400,
+        "messages",
+    ),
+    ("POST", "/v1/completions", '{"model": "other", "prompt": "a"}', {}, 404, "model"),
+    ("GET", "/v1/models/other", "", {}, 404, "model"),
+    ("GET", "/v1/nothing", "", {}, 404, None),
+    ("POST", "/v1/embeddings", "{}", {}, 404, None),
+    ("POST", "/v1/score", "{}", {}, 404, None),
+    ("POST", "/v1/load_lora_adapter", "{}", {}, 404, None),
+    ("GET", "/v1/completions", "", {}, 405, None),
+    ("DELETE", "/v1/models", "", {}, 405, None),
+    ("POST", "/v1/completions", '{"model": "MODEL", "prompt": "LONG"}', {}, 413, "prompt"),
+    (
+        "POST",
+        "/v1/completions",
+        '{"model": "MODEL", "prompt": "a"}',
+        {"content_type": "text/plain"},
+        415,
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "headers", "status", "param"), STATUSES)
+def test_an_error_has_its_status_and_openais_form(
+    server: Served, method: str, path: str, body: str, headers: dict[str, str], status: int, param: str | None
+) -> None:
+    text = body.replace("MODEL", server.model).replace("LONG", "day " * 9_000)
+    reply = server.send(path, text, method=method, **headers)
+    assert reply.status == status, reply
+    error = reply.body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"]
+
+
 def test_curl_gets_an_answer_and_a_stream(server: Served) -> None:
     assert shutil.which("curl"), "needed by this test"
     body = json.dumps({"model": server.model, "prompt": "what", "max_tokens": 3, "temperature": 0})

@@ -48,6 +48,9 @@ CALLS: list[tuple[str, str | None, list[Any]]] = [
     (f"[TOOL_CALLS] [{JSON_ONE}, {JSON_TWO}]", None, TWO),
     (f"[TOOL_CALLS]find_day[ARGS]{json.dumps(ONE[1])}[TOOL_CALLS]add[CALL_ID]abc123DEF[ARGS]{INPUT_TWO}", None, TWO),
     (f"[TOOL_CALLS]find_day {json.dumps(ONE[1])}", None, [ONE]),
+    # Granite 3.0, and 3.1, which does not close the tag
+    (f"<|tool_call|> [{JSON_ONE},\n {JSON_TWO}]", None, TWO),
+    (f"I look.\n<tool_call> [{JSON_ONE}]", "I look.", [ONE]),
     # ReAct, as LLaMA-Factory's default
     (f"Thought: I look.\nAction: find_day\nAction Input: {json.dumps(ONE[1])}", "Thought: I look.", [ONE]),
     (f"Action: find_day\nAction Input: {json.dumps(ONE[1])}\nAction: add\nAction Input: {INPUT_TWO}", None, TWO),
@@ -116,6 +119,54 @@ def test_the_pieces_of_an_answer_do_not_matter(parts: list[str], data: st.DataOb
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=6)))
     pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
     assert read(pieces) == read([answer])
+
+
+VALUES = {
+    "text": 'a "quoted" \\ path\nand {brackets} [too] </tag>, 你好 🎉',
+    "numbers": [-1, 2.5, 1e-7, True, None],
+    "empty": [{}, [], ""],
+    "deep": {"a": {"b": {"c": {"d": [{"e": "}"}]}}}},
+}
+FORMS = {
+    "hermes": lambda calls: "\n".join(f"<tool_call>\n{called(*call)}\n</tool_call>" for call in calls),
+    "llama3": lambda calls: "; ".join(
+        called(*call).replace('"arguments"', '"parameters"', 1) for call in calls
+    ),
+    "llama3 with its mark": lambda calls: "<|python_tag|>" + " ; ".join(called(*call) for call in calls),
+    "mistral": lambda calls: f"[TOOL_CALLS] [{', '.join(called(*call) for call in calls)}]",
+    "mistral since 2024": lambda calls: "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in calls),
+    "granite": lambda calls: f"<|tool_call|>[{', '.join(called(*call) for call in calls)}]",
+    "react": lambda calls: "\n".join(f"Action: {n}\nAction Input: {json.dumps(a)}" for n, a in calls),
+}
+
+
+def called(name: str, arguments: Any) -> str:
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=name == "add")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "calls",
+    [[("find_day", VALUES)], [("add", VALUES)], [("find_day", {})], [*TWO, ("find_day", {"of": 'a"b'})]],
+)
+@pytest.mark.parametrize("before", ["", "Let me look.\n\n"])
+def test_values_of_all_kinds_are_read_at_every_split(form: str, calls: list[Any], before: str) -> None:
+    answer = before + FORMS[form](calls)
+    if before and form == "llama3":  # in text, JSON without a mark is text
+        assert read([answer]) == (answer, [])
+        return
+    wanted = (before.rstrip(), calls)
+    assert read([answer]) == read(list(answer)) == wanted
+    assert all(read([answer[:cut], answer[cut:]]) == wanted for cut in range(len(answer)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_that_is_cut_is_text_at_every_place(form: str) -> None:
+    answer = FORMS[form]([("find_day", {"of": "Ann"})])
+    for end in range(1, answer.rindex("}")):
+        text, calls = read(list(answer[:end]))
+        assert not calls, answer[:end]
+        assert text == answer[:end]
 
 
 def test_text_does_not_wait_for_the_end_and_a_call_not_for_the_next() -> None:

@@ -44,6 +44,22 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    adapter_folders: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR,…",
+            help="Directories below which clients with a key may load adapters while the server runs.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_cache: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MB",
+            help="Memory for recent prompts, so that prompts that begin alike are read faster.",
+        ),
+    ] = 256,
     image_hosts: Annotated[
         str | None,
         typer.Option(
@@ -78,8 +94,9 @@ def serve(
     key = take_serve_key()
     refuse_without_extra("unisono serve", why="the HTTP server is an extra")
     from unisono.front.http_server import address_of
+    from unisono.front.serve.adapter_folders import AdapterFolders
     from unisono.front.serve.model_process import ModelProcess
-    from unisono.front.serve.picture_addresses import PictureAddresses
+    from unisono.front.serve.picture_addresses import PictureAddresses, listed
     from unisono.front.serve.server import listen, read_keys
     from unisono.front.serve.server import serve as serve_model
     from unisono.trainer.plan.task_requests import RequestedModel
@@ -89,6 +106,7 @@ def serve(
     requested = replace(given.model if given else RequestedModel(target), step=step)
     addresses = PictureAddresses.of(image_hosts, image_folders)
     keys = read_keys(key_file, key, warn=printer.warn)
+    folders = AdapterFolders.of(map(Path, listed(adapter_folders)), has_keys=bool(keys.values))
     name = target.rstrip("/") or target
     named = _named_adapters(adapters or [], model=name)
     with listen(host, port, keys) as listener, TaskProgress(printer) as progress:
@@ -108,6 +126,8 @@ def serve(
         model = ModelProcess(
             requested,
             adapters=named,
+            takes_adapters=bool(folders.paths),
+            prompt_cache_bytes=prompt_cache * 1_000_000,
             on_message=progress.show,
             on_failure=_warn_of_failure,
             on_restart=_say_restart,
@@ -120,6 +140,7 @@ def serve(
                     name=name,
                     keys=keys,
                     addresses=addresses,
+                    folders=folders,
                     grace_s=grace,
                     on_ready=say_ready,
                     created=int(time.time()),

@@ -9,11 +9,13 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import RankDied, UnisonoError
 from unisono.base.messages import Message, Show
+from unisono.front.serve.adapter_folders import MOST_ADAPTERS
 from unisono.front.serve.protocol import ApiError
 from unisono.guard.facts import no_gpus, read_machine
 from unisono.guard.facts.limits import oom_kills
@@ -23,12 +25,14 @@ from unisono.guard.supervise.codec import decode_message, encode, encode_message
 from unisono.guard.supervise.postmortem import name_task_death, name_task_hang
 from unisono.guard.supervise.task_process import TaskProcess
 from unisono.trainer.plan.talk_messages import (
+    AdapterChanged,
     Answered,
     AnswerPiece,
     Ask,
     Begun,
     Drop,
     FailedAsk,
+    LoadAdapter,
     Pieces,
     Ping,
     PromptRequest,
@@ -36,6 +40,9 @@ from unisono.trainer.plan.talk_messages import (
     RefusedAsk,
     ServeInput,
     ServeNews,
+    TextsRequest,
+    UnloadAdapter,
+    Valued,
 )
 from unisono.trainer.plan.task_requests import NamedAdapter, RequestedModel, ServeRequest
 
@@ -54,6 +61,7 @@ _STACK_S = 1.0  # in which a process that hangs writes its stack
 _PATIENCE_S = 60.0
 _WHOLE_PROMPT = 10  # times as patient with a model that reads a long prompt in one forward
 _USUAL_S = 5.0  # of an answer, before the first one has been timed
+_NO_ADAPTER = "the directory is not an adapter of this model; the server's terminal has the reason"
 _LABEL = "the process of the model"
 _REMEDY = {
     "rank_killed": (
@@ -80,7 +88,7 @@ _REMEDY = {
     ),
 }
 """What helps a server, by cause."""
-_STATUS = {"length": (413, "context_length_exceeded")}
+_STATUS = {"length": (413, "context_length_exceeded"), "model": (404, "model_not_found")}
 """HTTP status and code of a refusal of the task, by its problem; others are 400."""
 
 
@@ -148,12 +156,12 @@ class PendingAsk:
     Attributes:
         question: for the task.
         id: of the task's messages.
-        messages: `Begun`, then pieces of the answer, then `Answered`; or an ApiError.
+        messages: `Begun`, then pieces of the answer, then `Answered`; or `Valued`; or an ApiError.
     """
 
-    question: PromptRequest
+    question: PromptRequest | TextsRequest
     id: int
-    messages: "asyncio.Queue[Begun | AnswerPiece | Answered | ApiError]" = field(
+    messages: "asyncio.Queue[Begun | AnswerPiece | Answered | Valued | ApiError]" = field(
         default_factory=asyncio.Queue
     )
     since: float = field(default_factory=time.monotonic)
@@ -168,7 +176,17 @@ class PendingAsk:
         assert isinstance(begun, Begun)
         return begun
 
-    async def _next(self) -> Begun | AnswerPiece | Answered:
+    async def valued(self) -> Valued:
+        """The values of its texts.
+
+        Raises:
+            ApiError: if there will be none.
+        """
+        valued = await self._next()
+        assert isinstance(valued, Valued)
+        return valued
+
+    async def _next(self) -> Begun | AnswerPiece | Answered | Valued:
         message = await self.messages.get()
         if isinstance(message, ApiError):
             raise message
@@ -182,7 +200,7 @@ class PendingAsk:
         """
         while True:
             message = await self._next()
-            assert not isinstance(message, Begun)
+            assert isinstance(message, AnswerPiece | Answered)
             yield message
             if isinstance(message, Answered):
                 return
@@ -192,7 +210,8 @@ class ModelProcess:
     """A model in a task process. All methods are called in the event loop.
 
     Attributes:
-        adapters: that are served beside the model.
+        adapters: that are served beside the model; those that have been loaded while it runs are
+            the last.
         facts: of the task's message `ready`.
         is_ending: whether new requests are refused.
         failure: why it has ended for good, once `ended` is set.
@@ -203,6 +222,8 @@ class ModelProcess:
         model: RequestedModel,
         *,
         adapters: Sequence[NamedAdapter] = (),
+        takes_adapters: bool = False,
+        prompt_cache_bytes: int = 256_000_000,
         on_message: Show,
         on_failure: Callable[[FailedAsk], None],
         on_restart: Callable[[RankDied], None],
@@ -215,6 +236,8 @@ class ModelProcess:
         Args:
             model: what to load.
             adapters: of the model.
+            takes_adapters: whether `load` may add others.
+            prompt_cache_bytes: of memory for earlier prompts.
             on_message: gets the messages while it is loaded.
             on_failure: gets requests that failed.
             on_restart: gets the reason of a restart.
@@ -225,7 +248,10 @@ class ModelProcess:
         self._patience_s = patience_s
         self._load_s: float | None = None
         self.adapters = tuple(adapters)
-        self._request = encode(ServeRequest(model, ROWS, self.adapters))
+        self._request = ServeRequest(model, ROWS, self.adapters, takes_adapters, prompt_cache_bytes)
+        self._changes: dict[int, asyncio.Future[None]] = {}
+        self._changing: set[str] = set()  # names of adapters
+        self._freed = asyncio.Event()  # since it was cleared, an answer has ended
         self._on_message = on_message
         self._on_failure = on_failure
         self._on_restart = on_restart
@@ -253,7 +279,10 @@ class ModelProcess:
         self._silence = ModelSilence(patience_s)
         self._started_at = self._looked_at = time.monotonic()
         self._kills_before = oom_kills() or 0
-        self._task = TaskProcess("serve", self._request, has_input=True, programs=self._programs)
+        # Adapters that came later may be gone, which must not end the server: `_take` adds them.
+        named = tuple(adapter for adapter in self.adapters if adapter in self._request.adapters)
+        request = encode(replace(self._request, adapters=named))
+        self._task = TaskProcess("serve", request, has_input=True, programs=self._programs)
         self._fd = self._task.fileno
         self._writer_fd: int | None = None
         loop = asyncio.get_running_loop()
@@ -267,7 +296,7 @@ class ModelProcess:
         self._refuse_all(_ending())
         self._task.close(patience_s=0.5)
 
-    def submit(self, questions: list[PromptRequest]) -> list[PendingAsk]:
+    def submit(self, questions: Sequence[PromptRequest | TextsRequest]) -> list[PendingAsk]:
         """Queues prompts.
 
         Raises:
@@ -296,7 +325,90 @@ class ModelProcess:
                 self._waiting.remove(ask)
             elif self._running.pop(ask.id, None) is not None:
                 self._send(Drop(ask.id))
+        self._freed.set()
         self._fill()
+
+    async def load(self, adapter: NamedAdapter) -> None:
+        """Puts an adapter on the model, between two tokens of running answers.
+
+        Raises:
+            ApiError: if its name is taken, or the process refuses it.
+        """
+        self._refuse_name(adapter.name)
+        if any(one.name == adapter.name for one in self.adapters):
+            raise ApiError(400, "an adapter with this name is loaded", param="lora_name", code="name_taken")
+        if len(self.adapters) + len(self._changing) >= MOST_ADAPTERS:
+            what = f"{MOST_ADAPTERS} adapters are loaded already; unload one"
+            raise ApiError(400, what, param="lora_name", code="too_many_adapters")
+        self._changing.add(adapter.name)
+        try:
+            await self._change(LoadAdapter(next(self._numbers), adapter))
+            self.adapters = (*self.adapters, adapter)
+        finally:
+            self._changing.discard(adapter.name)
+
+    async def unload(self, name: str) -> None:
+        """Takes an adapter off the model, after its last answer; there are no new ones from now on.
+
+        Raises:
+            ApiError: if there is no such adapter, or the process of the model ends.
+        """
+        self._refuse_name(name)
+        self._changing.add(name)
+        try:
+            self.adapters = tuple(one for one in self.adapters if one.name != name)
+            while any(one.question.adapter == name for one in (*self._running.values(), *self._waiting)):
+                self._freed.clear()
+                await self._freed.wait()
+            if self._is_ready and self.failure is None:  # one that is started again does not have it
+                await self._change(UnloadAdapter(next(self._numbers), name))
+        finally:
+            self._changing.discard(name)
+
+    def _refuse_name(self, name: str) -> None:
+        if self.is_ending or self.failure is not None:
+            raise _ending()
+        if name in self._changing:
+            what = "an adapter with this name is being loaded or unloaded"
+            raise ApiError(409, what, param="lora_name", code="busy")
+
+    async def _change(self, message: LoadAdapter | UnloadAdapter) -> None:
+        change = self._changes[message.id] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        await change
+
+    def _changed(self, number: int, error: ApiError | None = None) -> None:
+        """Notes that an adapter has been loaded or unloaded, or why not."""
+        change = self._changes.pop(number)
+        if change.done():
+            return
+        if error is None:
+            change.set_result(None)
+        else:
+            change.set_exception(error)
+
+    def _refuse_adapter(self, news: RefusedAsk | FailedAsk) -> None:
+        """Passes a refusal on: to the operator in full, to the client if it has no path."""
+        if isinstance(news, FailedAsk):
+            self._on_failure(news)
+            self._changed(news.id, ApiError(500, "the adapter could not be loaded", code="model_error"))
+            return
+        self._on_failure(FailedAsk(news.id, f"{news.text}: {news.fix}", ""))
+        text = _NO_ADAPTER if "/" in news.text else news.text
+        self._changed(news.id, ApiError(400, text, param="lora_path", code="invalid_adapter"))
+
+    def _load_again(self) -> None:
+        """Loads the adapters that a process which is started again does not have."""
+        for adapter in self.adapters:
+            if adapter not in self._request.adapters:
+                message = LoadAdapter(next(self._numbers), adapter)
+                change = self._changes[message.id] = asyncio.get_running_loop().create_future()
+                change.add_done_callback(partial(self._forget_lost, adapter))
+                self._send(message)
+
+    def _forget_lost(self, adapter: NamedAdapter, change: "asyncio.Future[None]") -> None:
+        if change.exception() is not None:
+            self.adapters = tuple(one for one in self.adapters if one != adapter)
 
     def end(self) -> None:
         """Refuses new requests and those that wait; answers that are being computed are
@@ -407,6 +519,7 @@ class ModelProcess:
                 self._load_s = self._load_s or time.monotonic() - self._started_at
                 self._silence = ModelSilence(self._patience_s * (1 if news.in_parts else _WHOLE_PROMPT))
                 self.ready.set()
+                self._load_again()
                 self._fill()
             case Pieces(pieces):
                 for piece in pieces:
@@ -414,17 +527,21 @@ class ModelProcess:
                         self._running[piece.id].messages.put_nowait(piece)
             case Begun() if news.id in self._running:
                 self._running[news.id].messages.put_nowait(news)
-            case Answered() | RefusedAsk() | FailedAsk():
+            case AdapterChanged():
+                self._changed(news.id)
+            case RefusedAsk() | FailedAsk() if news.id in self._changes:
+                self._refuse_adapter(news)
+            case Answered() | Valued() | RefusedAsk() | FailedAsk():
                 self._finish(news)
             case None if not self.ready.is_set():
                 self._on_message(message)
 
-    def _finish(self, news: Answered | RefusedAsk | FailedAsk) -> None:
+    def _finish(self, news: Answered | Valued | RefusedAsk | FailedAsk) -> None:
         ask = self._running.pop(news.id, None)
         if ask is None:
             return
         match news:
-            case Answered():
+            case Answered() | Valued():
                 self._answer_s += 0.2 * (time.monotonic() - ask.since - self._answer_s)
                 ask.messages.put_nowait(news)
             case FailedAsk(_, text):
@@ -432,10 +549,10 @@ class ModelProcess:
                 ask.messages.put_nowait(ApiError(500, text, code="model_error"))
             case RefusedAsk(_, problem, text, fix):
                 status, code = _STATUS.get(problem, (400, "invalid_value"))
-                is_chat = ask.question.messages is not None
-                param = problem if status == 400 else "messages" if is_chat else "prompt"
+                param = problem if status == 400 else ask.question.part
                 text = f"{text}; {fix}" if fix else text
                 ask.messages.put_nowait(ApiError(status, text, param=param, code=code))
+        self._freed.set()
         self._fill()
 
     def _died(self, error: UnisonoError, verdict: Verdict | None) -> None:
@@ -448,6 +565,9 @@ class ModelProcess:
         running, self._running = list(self._running.values()), {}
         for ask in running:
             ask.messages.put_nowait(_lost())
+        for number in list(self._changes):
+            self._changed(number, _lost())
+        self._freed.set()
         if (
             died is not None
             and self.ready.is_set()
@@ -478,6 +598,7 @@ class ModelProcess:
             ask.messages.put_nowait(error)
         self._running.clear()
         self._waiting.clear()
+        self._freed.set()
         self.idle.set()
 
     def _stop_reading(self) -> None:

@@ -52,7 +52,7 @@ class PictureAddresses:
         Raises:
             UsageError: if one is not a host or a directory.
         """
-        names = _listed(hosts)
+        names = listed(hosts)
         odd = next((name for name in names if host_name(name) is None), None)
         if odd is not None:
             raise UsageError.of(
@@ -60,7 +60,7 @@ class PictureAddresses:
                 where=_HOSTS_FLAG,
                 fix="write names or addresses with commas between them, e.g. pictures.example.org,10.0.0.7:8080",
             )
-        paths = [Path(name).expanduser() for name in _listed(folders)]
+        paths = [Path(name).expanduser() for name in listed(folders)]
         missing = next((path for path in paths if not path.is_dir()), None)
         if missing is not None:
             raise UsageError.of(
@@ -147,7 +147,8 @@ def _address_in(part: dict[str, Any]) -> str | None:
     return url if isinstance(url, str) and url[:5].lower() != "data:" else None
 
 
-def _listed(text: str | None) -> list[str]:
+def listed(text: str | None) -> list[str]:
+    """The words of a list with commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 

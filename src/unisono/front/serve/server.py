@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from http import HTTPStatus
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from unisono.base.files import open_given
 from unisono.base.text import host_name, one_line
 from unisono.front.http_headers import origin_host
 from unisono.front.http_server import HttpConnection, running_server
+from unisono.front.serve.adapter_folders import AdapterFolders, LoadRequest, UnloadRequest
 from unisono.front.serve.answer_reader import AnswerReader, ThoughtText
 from unisono.front.serve.model_process import ROWS, WAITING, ModelProcess, PendingAsk
 from unisono.front.serve.picture_addresses import MOST_PICTURES, PictureAddresses, picture_parts
@@ -40,8 +41,16 @@ from unisono.front.serve.protocol import (
     unknown_model,
 )
 from unisono.front.serve.responses import ResponseObjects, ResponseRequest
+from unisono.front.serve.values import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    ValueRequest,
+    refuse_path,
+)
 from unisono.guard.facts.network import bind_listener
-from unisono.trainer.plan.talk_messages import Answered, AnswerPiece, ScoredToken, Thought
+from unisono.trainer.plan.talk_messages import Answered, AnswerPiece, ScoredToken, Thought, Valued
+from unisono.trainer.plan.task_requests import NamedAdapter
 
 LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20
@@ -52,13 +61,6 @@ _LOADING_S = 2
 _KEEP_ALIVE_S = 30
 _KEY_BYTES = 1 << 16
 _CLOSE_S = 2  # for the last bytes of answers, once all have ended
-_ABSENT = {
-    "/v1/embeddings": "the models of this server write texts, and give no embeddings",
-    "/v1/score": "the models of this server write texts; `unisono eval` has the scores of a reward model",
-    "/v1/load_lora_adapter": "adapters are named at the start: --adapter NAME=DIR",
-    "/v1/unload_lora_adapter": "adapters are named at the start: --adapter NAME=DIR",
-}
-"""Paths of other servers that are not answered, and why."""
 _PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, or a cut network
 
 
@@ -146,13 +148,19 @@ class Api:
     """The application: routes, keys, and answers in OpenAI's form."""
 
     def __init__(
-        self, model: ModelProcess, *, name: str, keys: ApiKeys, addresses: PictureAddresses, created: int
+        self,
+        model: ModelProcess,
+        *,
+        name: str,
+        keys: ApiKeys,
+        addresses: PictureAddresses,
+        folders: AdapterFolders,
+        created: int,
     ) -> None:
         self._model = model
         self._addresses = addresses
+        self._folders = folders
         self._name = name
-        # The name of each for clients, and that of its adapter.
-        self._adapters = {name: "", **{one.name: one.name for one in model.adapters}}
         self._keys = keys
         self._created = created
         self._parsing = asyncio.Semaphore(1)
@@ -163,6 +171,14 @@ class Api:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/responses", self._respond, methods=["POST"]),
+                Route("/v1/embeddings", partial(self._value, EmbeddingRequest), methods=["POST"]),
+                *(
+                    Route(path, partial(self._value, ScoreRequest), methods=["POST"])
+                    for path in ("/v1/score", "/score")
+                ),
+                Route("/classify", partial(self._value, ClassifyRequest), methods=["POST"]),
+                Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             ],
             exception_handlers={
                 ApiError: _show_error,
@@ -175,10 +191,16 @@ class Api:
         """Answers one request."""
         try:
             self._admit(Headers(scope=scope))
+            refuse_path(scope["path"], self._model.facts)
         except ApiError as error:
             await _error_response(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    @property
+    def _adapters(self) -> dict[str, str]:
+        """The name of each model for clients, and that of its adapter."""
+        return {self._name: "", **{one.name: one.name for one in self._model.adapters}}
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description(name) for name in self._adapters]})
@@ -226,6 +248,30 @@ class Api:
 
     async def _complete(self, request: Request) -> Response:
         return await self._answer(request, CompletionRequest)
+
+    async def _load_adapter(self, request: Request) -> Response:
+        self._refuse_changes()
+        parsed: LoadRequest = await self._read(LoadRequest, request)
+        if parsed.lora_name == self._name:
+            what = "the model itself has this name; choose a different one"
+            raise ApiError(400, what, param="lora_name", code="name_taken")
+        path = await asyncio.to_thread(self._folders.find, parsed.lora_path)
+        await self._model.load(NamedAdapter(parsed.lora_name, str(path)))
+        return Response(f"the adapter {one_line(parsed.lora_name)} is loaded", media_type="text/plain")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        self._refuse_changes()
+        parsed: UnloadRequest = await self._read(UnloadRequest, request)
+        if not self._adapters.get(parsed.lora_name):
+            what = f"there is no adapter {one_line(parsed.lora_name, limit=100)!r} here"
+            raise ApiError(404, what, param="lora_name", code="model_not_found")
+        await self._model.unload(parsed.lora_name)
+        return Response(f"the adapter {one_line(parsed.lora_name)} is unloaded", media_type="text/plain")
+
+    def _refuse_changes(self) -> None:
+        if not self._folders.paths:
+            what = "adapters are loaded and unloaded only with --adapter-folders; --adapter names others"
+            raise ApiError(404, what, code="adapters_fixed")
 
     async def _read(self, kind: Any, request: Request) -> Any:
         """The request in a body.
@@ -276,6 +322,20 @@ class Api:
         asks = await self._submit(request, parsed)
         objects = Objects(parsed.model, is_chat=kind is ChatRequest, shows_scores=parsed.shows_scores)
         return await self._send(request, asks, parsed, _Answer(asks, objects, parsed))
+
+    async def _value(self, kind: type[ValueRequest], request: Request) -> Response:
+        """The values of texts."""
+        parsed: ValueRequest = await self._read(kind, request)
+        asks = self._model.submit([parsed.question(self._model.facts)])
+        try:
+            valued: Valued | None = await _while_connected(request, asks[0].valued())
+        finally:
+            self._model.drop(asks)
+        if valued is None:
+            return Response(status_code=499)
+        return await asyncio.to_thread(
+            lambda: JSONResponse(parsed.answer(valued, self._model.facts))  # of up to a million numbers
+        )
 
     async def _submit(self, request: Request, parsed: ChatRequest | CompletionRequest) -> list[PendingAsk]:
         """Queues the prompts of a request.
@@ -593,9 +653,7 @@ async def _show_error(_: Request, error: Exception) -> Response:
 
 async def _show_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    why = _ABSENT.get(path, error.detail) if error.status_code == HTTPStatus.NOT_FOUND else error.detail
-    what = f"{request.method} {one_line(path, limit=100)}: {why}"
+    what = f"{request.method} {one_line(request.scope['path'], limit=100)}: {error.detail}"
     return _error_response(ApiError(error.status_code, what))
 
 
@@ -620,6 +678,7 @@ async def serve(
     name: str,
     keys: ApiKeys,
     addresses: PictureAddresses,
+    folders: AdapterFolders,
     grace_s: float,
     on_ready: Callable[[], None],
     created: int,
@@ -635,6 +694,7 @@ async def serve(
         name: of the model, for clients.
         keys: that clients may send.
         addresses: of pictures, that requests may name.
+        folders: of adapters that requests may load.
         grace_s: seconds that running answers have after SIGTERM or Ctrl-C; a second signal ends
             them at once.
         on_ready: called when the model is loaded, and a request to the server's own address has
@@ -650,7 +710,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     stop = asyncio.create_task(signals.get())
-    api = Api(model, name=name, keys=keys, addresses=addresses, created=created)
+    api = Api(model, name=name, keys=keys, addresses=addresses, folders=folders, created=created)
     settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": _CLOSE_S}
     try:
         async with running_server(api, listener, connection=_ClientConnection, send_s=_SEND_S, **settings):

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from unisono.base.messages import Message
 from unisono.base.text import one_line
+from unisono.front.serve.adapter_folders import AdapterFolders
 from unisono.front.serve.model_process import ModelProcess
 from unisono.front.serve.picture_addresses import PictureAddresses
 from unisono.front.serve.server import Api, ApiKeys
@@ -82,7 +83,10 @@ class Models:
             on_restart=lambda error: None,
         )
         addresses = PictureAddresses.of(None, None)
-        api = Api(process, name=name, keys=ApiKeys(), addresses=addresses, created=int(time.time()))
+        folders = AdapterFolders()
+        api = Api(
+            process, name=name, keys=ApiKeys(), addresses=addresses, folders=folders, created=int(time.time())
+        )
         self.loaded[name] = ChatModel(name, process, api)
         process.start()
         return self.loaded[name]

@@ -4,7 +4,9 @@ tokens.
 The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is
 computed beside it. A long prompt is read in parts, with a token of every running answer between two
 of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
-Answers to the same prompt that begin together read it once. A prompt with pictures is read alone
+Answers to the same prompt that begin together read it once; with a cache of prompts, a beginning
+that was read before is not read again, and a prompt waits for one with the same beginning that is
+being read. A prompt with pictures is read alone
 and as a whole, since what the model makes of its pictures may depend on all of it; answers to it
 share the object of its pictures.
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -34,6 +37,7 @@ from unisono.trainer.model.generate import (
     random_numbers,
     undisturbed,
 )
+from unisono.trainer.model.prompt_cache import LEAST, KeptPrompt, PromptCache, beginnings, common_tokens
 from unisono.trainer.plan.task_requests import SamplingParams
 
 _TOKENS = 65_536  # in the cache of a batch, with padding
@@ -118,6 +122,20 @@ class GeneratedAnswer:
     prompt_scores: list[TokenScore] | None = None
 
 
+@dataclass(frozen=True)
+class KnownPrompts:
+    """The prompts of one adapter in a cache that several share; `owner`: its name."""
+
+    cache: PromptCache
+    owner: str
+
+    def find(self, answer: GeneratedAnswer) -> tuple[int, KeptPrompt | None]:
+        """How many tokens of an answer's prompt are known, and where they are."""
+        if answer.pictures is not None or answer.prompt_scores is not None:
+            return 0, None
+        return self.cache.find(self.owner, np.asarray(answer.prompt))
+
+
 class Engine:
     """The answers that a model generates at present.
 
@@ -140,6 +158,7 @@ class Engine:
         part_tokens: int | None = None,
         with_log_probs: bool = False,
         allow: Callable[[torch.Tensor, Sequence[TokenGrammar]], None] | None = None,
+        known: KnownPrompts | None = None,
     ) -> None:
         """An engine for a model, which the caller has put into `ready`.
 
@@ -154,7 +173,9 @@ class Engine:
             with_log_probs: whether answers get the log-probabilities of their tokens.
             allow: removes what their grammars do not allow from logits (R, V), in place; only
                 answers with a grammar need it.
+            known: prompts that were read before; None: each is read from its first token.
         """
+        self._known = known
         self._with_log_probs = with_log_probs
         self._allow = allow
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -291,14 +312,20 @@ class Engine:
         longest = max((len(answer.prompt) + len(answer.tokens) for answer in running), default=0)
         begun: list[GeneratedAnswer] = []
         prompts: set[tuple[int, ...]] = set()
-        read = 0
+        read, has_known = 0, False
         for answer in self.waiting:
             longest = max(longest, len(answer.prompt) + min(answer.max_new_tokens, _RESERVED))
             count = len(running) + len(begun) + 1
-            read = max(read, len(answer.prompt))
             is_first = not running and not begun
             if not is_first and (count > self._rows or count * longest > _TOKENS):
                 break
+            known = self._known_tokens(answer)
+            if tuple(answer.prompt) not in prompts and self._is_read_soon(answer, begun, known=known):
+                break
+            if begun and bool(known) != has_known:
+                break  # all rows have as many columns to read
+            has_known = bool(known)
+            read = max(read, len(answer.prompt) - known)
             prompts.add(tuple(answer.prompt))
             if begun and len(prompts) * read > _PROMPT_TOKENS:
                 break
@@ -310,7 +337,22 @@ class Engine:
         self.waiting = self.waiting[len(begun) :]
         if not self._together:
             return [_Batch.of([answer], self._pad_id, self._base) for answer in begun]
-        return [_Batch.of(begun, self._pad_id, self._base)] if begun else []
+        return [_Batch.of(begun, self._pad_id, self._base, self._known)] if begun else []
+
+    def _known_tokens(self, answer: GeneratedAnswer) -> int:
+        return 0 if self._known is None or not self._together else self._known.find(answer)[0]
+
+    def _is_read_soon(self, answer: GeneratedAnswer, begun: Sequence[GeneratedAnswer], *, known: int) -> bool:
+        """Whether more of a prompt will be known once those have been read that are being read."""
+        if self._known is None or not self._together:
+            return False
+        ids = np.asarray(answer.prompt)
+        reading = [one for batch in self._reading for one in batch.answers]
+        return any(
+            common_tokens(np.asarray(one.prompt), ids) >= known + LEAST
+            and list(one.prompt) != list(answer.prompt)
+            for one in (*reading, *begun)
+        )
 
     def _advance(self, batch: "_Batch") -> list[GeneratedAnswer]:
         """Computes one token of each answer of a batch."""
@@ -490,7 +532,10 @@ class _Batch:
         shifts: (B,), or (P,) while prompts are read: what is added to the place of a token for its
             position. Pictures have fewer positions than tokens in some models.
         scores_prompts: whether the tokens of prompts are scored, until they have been read.
+        known: where prompts are kept that have been read.
     """
+
+    known: KnownPrompts | None = None
 
     def __init__(
         self,
@@ -511,21 +556,34 @@ class _Batch:
         self._prompts: list[int] | None = prompts  # None: they have been read
 
     @classmethod
-    def of(cls, answers: list[GeneratedAnswer], pad_id: int, base: Any) -> "_Batch":
+    def of(
+        cls, answers: list[GeneratedAnswer], pad_id: int, base: Any, known: KnownPrompts | None = None
+    ) -> "_Batch":
         """A batch of answers that have not begun."""
         prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(_prompt(one) for one in answers))}
-        longest = max(map(len, prompts))
-        ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        first = {_prompt(answer): answer for answer in answers}
+        kept = [known.find(first[prompt]) if known is not None else (0, None) for prompt in prompts]
+        # Every row has as many columns to read: of a shorter prompt, or one of which more is known,
+        # some are read again.
+        read = max(len(prompt) - count for prompt, (count, _) in zip(prompts, kept, strict=True))
+        kept = [(max(0, len(prompt) - read), one) for prompt, (_, one) in zip(prompts, kept, strict=True)]
+        columns = max(count for count, _ in kept)
+        ids = [[pad_id] * (read - len(prompt)) + list(prompt[-read:]) for prompt in prompts]
+        mask = [[0] * (columns + read - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         cache = DynamicCache() if _keeps_all_tokens(base) else DynamicCache(config=base.config)
+        if columns:
+            for number, (keys, values) in beginnings(kept, columns).items():
+                cache.update(keys, values, number)
         device = base.device
-        return cls(
+        batch = cls(
             answers,
             torch.tensor(mask, device=device),
             torch.tensor(ids, device=device),
             cache,
             [prompts[_prompt(answer)] for answer in answers],
         )
+        batch.known = known
+        return batch
 
     def read(self, base: Any, takes: Any, columns: int) -> None:
         """Moves so many columns of what is unread into the cache."""
@@ -542,6 +600,8 @@ class _Batch:
             return logits
         rows, self._prompts = self._prompts, None
         self.scores_prompts = False
+        if self.known is not None:
+            self._keep_prompts(self.known, rows)
         if rows == [*range(len(self.mask))]:
             return logits
         index = torch.tensor(rows, device=self.mask.device)
@@ -549,6 +609,21 @@ class _Batch:
         for layer in self.layers():
             layer.keys, layer.values = layer.keys[index], layer.values[index]
         return logits[index]
+
+    def _keep_prompts(self, known: KnownPrompts, rows: list[int]) -> None:
+        """Keeps the prompts that have been read, of the answers with these rows, except those of
+        which nearly all was known.
+        """
+        for row, answer in dict(zip(rows, self.answers, strict=True)).items():
+            length = len(answer.prompt)
+            if answer.pictures is not None or length < LEAST or length - known.find(answer)[0] < LEAST:
+                continue
+            layers = {
+                number: (layer.keys[row, :, -length:], layer.values[row, :, -length:])
+                for number, layer in enumerate(self._cache.layers)
+                if layer.is_initialized
+            }
+            known.cache.keep(known.owner, np.asarray(answer.prompt), layers)
 
     def forward(self, base: Any, takes: Any, *, following: torch.Tensor | None = None) -> torch.Tensor:
         """(B, V) float32: logits after what is unread, (P, V) while prompts are read.

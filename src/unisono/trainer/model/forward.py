@@ -515,6 +515,7 @@ def choose_forward(
     gradient_checkpointing: bool,
     root: Callable[..., Any] | None = None,
     trains: bool = True,
+    fast_layers: bool = True,
     router_loss: RouterLossSection | None = None,
     pictures: PictureProbe | None = None,
 ) -> Forward:
@@ -527,6 +528,7 @@ def choose_forward(
         gradient_checkpointing: whether activations are recomputed in the backward pass.
         root: the root of sharded weights; all ranks must call this function then.
         trains: whether there will be backward passes.
+        fast_layers: whether the forward of layers may be replaced.
         router_loss: the losses of routers, for which every layer has all tokens of each row.
         pictures: rows of the run with pictures, if it has any.
 
@@ -569,7 +571,7 @@ def choose_forward(
         if forward.layout == "flat" and forward.head == "chunked" and router_loss is None:
             forward.within(lambda: _try_last_layer(forward))
         # The head of a reward model needs its hidden states in float32.
-        is_full = loaded.model is base and not loaded.has_score
+        is_full = loaded.model is base and fast_layers and not loaded.has_score
         if forward.layout == "flat" and dtype == "bfloat16" and (is_full or quick):
             compiles = base.device.type == "cuda" and root is None
             forward.within(lambda: _try_layers(forward, reference, compiles=compiles, trains=trains))

@@ -5,13 +5,23 @@ Without torch. The names are those that its versions from 2 to 6 read.
 """
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from unisono.base.files import write_json
+from unisono.base.errors import ModelError
+from unisono.base.files import objects_of, read_json, read_object, write_json
 from unisono.trainer.config.heads import EmbedSection
 
 MODULES = "modules.json"
 _POOLING, _NORMALIZE = "1_Pooling", "2_Normalize"
+_KINDS = ["Transformer", "Pooling", "Normalize"]
+_MODES: Mapping[str, Literal["last", "mean"]] = {
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "mean": "mean",
+}
 _FILES = (
     MODULES,
     "config_sentence_transformers.json",
@@ -67,6 +77,54 @@ def write_sentence_files(
 def is_embedding_model(directory: Path) -> bool:
     """Whether a directory has such files."""
     return (directory / MODULES).is_file()
+
+
+@dataclass(frozen=True)
+class SentenceSettings:
+    """How an embedding model is used.
+
+    Attributes:
+        section: pooling, normalization and prefixes.
+        max_length: most tokens of a text.
+    """
+
+    section: EmbedSection
+    max_length: int
+
+
+def read_sentence_files(directory: Path) -> SentenceSettings:
+    """The settings in a directory.
+
+    Raises:
+        ModelError: if a file is missing or damaged, or the model has other modules than these.
+    """
+    try:
+        modules = objects_of(read_json(directory / MODULES))
+    except (OSError, ValueError):
+        modules = []
+    kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
+    pooling = read_object(directory / _POOLING / "config.json")
+    modes = [
+        name.removeprefix("pooling_mode_") for name in pooling if pooling[name] is True and "_mode" in name
+    ]
+    mode = str(pooling.get("pooling_mode", ",".join(modes)))  # one key since version 6
+    if kinds not in (_KINDS[:2], _KINDS) or mode not in _MODES:
+        raise ModelError.of(
+            f"the embedding model has the modules {', '.join(kinds)}, and the pooling {mode}",
+            where=str(directory / MODULES),
+            why="embeddings are computed of the last token, or of the mean, and normalized or not",
+            fix="load it with sentence_transformers.SentenceTransformer",
+        )
+    prompts = read_object(directory / "config_sentence_transformers.json").get("prompts")
+    prompts = prompts if isinstance(prompts, dict) else {}
+    length = read_object(directory / "sentence_bert_config.json").get("max_seq_length")
+    section = EmbedSection(
+        pooling=_MODES[mode],
+        normalize=len(kinds) == len(_KINDS),
+        query_prefix=str(prompts.get("query") or ""),
+        document_prefix=str(prompts.get("document") or ""),
+    )
+    return SentenceSettings(section, length if isinstance(length, int) else 1 << 31)
 
 
 def copy_sentence_files(source: Path, directory: Path) -> None:

@@ -5,11 +5,13 @@ from typing import Any, ClassVar, Literal, cast
 
 from unisono.base.messages import TalkNews
 from unisono.guard.supervise.codec import encode_message
-from unisono.trainer.plan.task_requests import SamplingParams
+from unisono.trainer.plan.task_requests import NamedAdapter, SamplingParams
 
 PICTURE_TAG = "<image>"
 """Where a picture belongs in a text, as in rows."""
 
+Gives = Literal["answers", "embeddings", "scores", "labels"]
+"""What a model gives: texts, or values of texts."""
 Thought = Literal["none", "possible", "open"]
 """Whether an answer has no thought, may begin with one, or continues one that the prompt opens."""
 THOUGHT_MARKS = ("<think>", "</think>")
@@ -32,6 +34,9 @@ class Ready:
         context: tokens of prompt and answer; 0 in a chat.
         in_parts: whether long prompts are read in parts.
         blind: why the model reads no pictures; empty if it does.
+        gives: what a server gives.
+        labels: of a classifier, in order.
+        width: numbers of an embedding.
     """
 
     kind: ClassVar = "opened"
@@ -40,6 +45,9 @@ class Ready:
     context: int = 0
     in_parts: bool = False
     blind: str = ""
+    gives: Gives = "answers"
+    labels: tuple[str, ...] = ()
+    width: int = 0
 
 
 # ---- to a chat
@@ -165,6 +173,31 @@ class PromptRequest:
     top: int | None = None
     echo: bool = False
 
+    @property
+    def part(self) -> str:
+        """The parameter of the request that has the prompt."""
+        return "prompt" if self.messages is None else "messages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextsRequest:
+    """Texts whose values are wanted.
+
+    Attributes:
+        texts: each a text or its tokens; of pairs the first sides.
+        seconds: the second sides of pairs, each of which gets one value; empty: texts are no pairs.
+        prefix: which of the model's prefixes stands before each text.
+        most_tokens: to which texts are cut, -1: that the model reads; None: longer ones are
+            refused.
+    """
+
+    adapter: ClassVar = ""  # these models have none
+    part: ClassVar = "input"
+    texts: tuple[str | list[int], ...]
+    seconds: tuple[str, ...] = ()
+    prefix: Literal["query", "document"] | None = None
+    most_tokens: int | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -172,7 +205,7 @@ class Ask:
 
     kind: ClassVar = "ask"
     id: int
-    question: PromptRequest
+    question: PromptRequest | TextsRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +221,24 @@ class Ping:
     """A sign of life is wanted, `pong`, between two forwards."""
 
     kind: ClassVar = "ping"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """An adapter is to be put on the model; the answer is `AdapterChanged` or `RefusedAsk`."""
+
+    kind: ClassVar = "load_adapter"
+    id: int
+    adapter: NamedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """An adapter that nobody uses is to be taken off the model."""
+
+    kind: ClassVar = "unload_adapter"
+    id: int
+    name: str
 
 
 # ---- from a server
@@ -278,10 +329,33 @@ class FailedAsk:
     where: str
 
 
+@dataclass(frozen=True, slots=True)
+class Valued:
+    """The values of a request.
+
+    Attributes:
+        values: of each text or pair: float32 numbers, little-endian, as base64.
+        tokens: of all texts.
+    """
+
+    kind: ClassVar = "valued"
+    id: int
+    values: tuple[str, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterChanged:
+    """An adapter is on the model now, or has been taken off."""
+
+    kind: ClassVar = "adapter_changed"
+    id: int
+
+
 ChatInput = Say | Attach | Clear
 ChatNews = Ready | Attached | TokenText | TurnAnswer | RefusedTurn
-ServeInput = Ask | Drop | Ping
-ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk
+ServeInput = Ask | Drop | Ping | LoadAdapter | UnloadAdapter
+ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk | Valued | AdapterChanged
 
 
 def encode_news(news: ChatNews | ServeNews) -> TalkNews:

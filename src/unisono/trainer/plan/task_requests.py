@@ -343,11 +343,20 @@ class ServeRequest:
 
     Attributes:
         adapters: of the model, which must be a base model then.
+        takes_adapters: whether adapters may come later, too.
+        prompt_cache_bytes: of memory for keys and values of earlier prompts.
     """
 
     model: RequestedModel
     rows: int
     adapters: tuple[NamedAdapter, ...] = ()
+    takes_adapters: bool = False
+    prompt_cache_bytes: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether adapters share the model, which writes answers then."""
+        return bool(self.adapters) or self.takes_adapters
 
 
 class Drawn(TypedDict):

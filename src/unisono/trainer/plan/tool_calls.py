@@ -23,12 +23,13 @@ class CalledTool(TypedDict):
     function: CalledFunction
 
 
-CALL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
+_LISTS = ("[TOOL_CALLS]", "<|tool_call|>")
+CALL_MARKS = ("<tool_call>", "</tool_call>", *_LISTS, "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 """What models write around calls. Some tokenizers have them as special tokens, which texts usually
 lack.
 """
-_STARTS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|(?:^|(?<=\n))Action:")
-_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "\nAction:")
+_STARTS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|tool_call\|>|<\|python_tag\|>|(?:^|(?<=\n))Action:")
+_MARKS = ("<tool_call>", *_LISTS, "<|python_tag|>", "\nAction:")
 _END = "</tool_call>"
 _BARE = re.compile(r"[\[{]")
 _KEYS = ("name", "arguments", "parameters", "type", "function", "id")
@@ -45,8 +46,8 @@ class ToolCallReader:
 
     It reads the forms that chat templates teach: JSON in <tool_call> (Qwen, Hermes), an answer that
     begins with JSON, or <|python_tag|> and JSON (Llama 3), [TOOL_CALLS] with a list, or with a name
-    and [ARGS] (Mistral), and lines with Action and Action Input (ReAct). A call is given once its
-    JSON is complete; what only looks like a call is text.
+    and [ARGS] (Mistral), <|tool_call|> with a list (Granite), and lines with Action and Action
+    Input (ReAct). A call is given once its JSON is complete; what only looks like a call is text.
     """
 
     def __init__(self, names: Collection[str], *, most: int | None = None) -> None:
@@ -136,8 +137,9 @@ class ToolCallReader:
         held = self._held
         if held.startswith("<tool_call>"):
             return _tagged(held, is_over=is_over)
-        if held.startswith("[TOOL_CALLS]"):
-            return _listed(held)
+        for mark_of_list in _LISTS:
+            if held.startswith(mark_of_list):
+                return _listed(held, len(mark_of_list))
         if held.startswith("Action:"):
             return _action(held)
         mark = len("<|python_tag|>") if held.startswith("<|python_tag|>") else 0
@@ -172,8 +174,7 @@ def _tagged(text: str, *, is_over: bool) -> tuple[int, list[CalledTool]]:
     return (0, []) if close < 0 or is_in_text else (close + len(_END), [])
 
 
-def _listed(text: str) -> tuple[int, list[CalledTool]]:
-    start = len("[TOOL_CALLS]")
+def _listed(text: str, start: int) -> tuple[int, list[CalledTool]]:
     match = _NAMED.match(text, start)
     if match is None:
         value, end = _json_at(text, start)

@@ -200,6 +200,7 @@ def open_requested(
     answers: bool = True,
     sees: bool | None = False,
     adapters: Sequence[NamedAdapter] = (),
+    takes_adapters: bool = False,
 ) -> InferenceModel:
     """Finds and loads what a task's request names.
 
@@ -209,6 +210,7 @@ def open_requested(
         answers: whether it has to write answers, which a reward model cannot.
         sees: whether prompts have pictures; None: they may, if the model reads any.
         adapters: that take turns on it; prompts have no pictures then.
+        takes_adapters: whether `put_on` may add others.
 
     Raises:
         UnisonoError: as `open_for_inference`, and `find_adapters`.
@@ -232,12 +234,13 @@ def open_requested(
             fix=f"load it with sentence_transformers.SentenceTransformer({str(target.weights)!r})",
         )
     verify_target(target, report)
-    placed = find_adapters(adapters, target, report)
+    is_shared = bool(adapters) or takes_adapters
+    placed = find_adapters(adapters, target, report) if is_shared else ()
     report.phase("load_model", f"loading {target.description}")
-    if placed:
+    if is_shared:
         blind = "several adapters share the model, and their prompts have no pictures"
-        return replace(_open(target, None, placed), blind=blind)
-    if sees is not None:
+        return replace(_open(target, None, placed, is_shared=True), blind=blind)
+    if sees is not None or target.embeds or target.head is not None:
         return _open(target, _processor_of(target) if sees else None)
     processor, blind = _sight_of(target, report)
     if processor is not None:
@@ -265,9 +268,15 @@ def _no_answers(target: Target, head: SequenceHead) -> UsageError:
 
 
 def _open(
-    target: Target, processor: PictureProcessor | None, adapters: tuple[PlacedAdapter, ...] = ()
+    target: Target,
+    processor: PictureProcessor | None,
+    adapters: tuple[PlacedAdapter, ...] = (),
+    *,
+    is_shared: bool = False,
 ) -> InferenceModel:
-    """The model, with its vision part if there is a processor of pictures."""
+    """The model, with its vision part if there is a processor of pictures; one that adapters share
+    has the layers of transformers, on which peft puts them.
+    """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
     loaded = load_target(target, dtype=dtype, device=device, keeps_parts=processor is not None)
@@ -291,6 +300,7 @@ def _open(
         gradient_checkpointing=False,
         quick_adapter=target.source != "model" and _is_plain_lora(loaded),
         trains=False,
+        fast_layers=not is_shared,
         pictures=None if processor is None else probe_of(processor, device),
     )
     loaded.model.eval()
@@ -650,23 +660,60 @@ def _with_adapters(
         UsageError: if one resizes the vocabulary, which the others share.
         ModelError: if one does not match the model.
     """
-    rows = loaded.base.get_input_embeddings().weight.shape[0]
     model: Any = None
     for adapter in adapters:
-        header = read_safetensors_header(adapter.target.weights / ADAPTER_FILE)
-        odd = next((t for t in header if t.name.endswith("embed_tokens.weight") and t.shape[0] != rows), None)
-        if odd is not None:
-            raise UsageError.of(
-                f"{adapter.target.name} has a vocabulary of {odd.shape[0]} tokens, and the model {rows}",
-                where=f"--adapter {adapter.name}",
-                fix="serve it alone",
-            )
-        model = _with_adapter(
-            loaded.base, adapter.target.weights, adapter.target, device, key=adapter.key, model=model
-        )
+        model = put_on(loaded.base, model, adapter, device)
     assert model is not None
-    model.requires_grad_(False)
-    return replace(loaded, model=model.eval())
+    return replace(loaded, model=model)
+
+
+def put_on(base: Any, model: Any, adapter: PlacedAdapter, device: torch.device) -> Any:
+    """The peft model of a base model with one more adapter, which is not trained.
+
+    Args:
+        base: of transformers; if the adapter is refused, it computes as before.
+        model: the peft model with those before; None: there are none.
+        adapter: to add.
+        device: of the base model.
+
+    Raises:
+        UsageError: if the adapter resizes the vocabulary, which the others share.
+        ModelError: if it does not match the model.
+    """
+    rows = base.get_input_embeddings().weight.shape[0]
+    file = adapter.target.weights / ADAPTER_FILE
+    header = read_safetensors_header(file)
+    odd = next((t for t in header if t.name.endswith("embed_tokens.weight") and t.shape[0] != rows), None)
+    if odd is not None:
+        raise UsageError.of(
+            f"{adapter.target.name} has a vocabulary of {odd.shape[0]} tokens, and the model {rows}",
+            where=f"--adapter {adapter.name}",
+            fix="serve it alone",
+        )
+    if contents := read_contents(file).odd:
+        raise odd_weights({file: contents})
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(_take_off, base, model, adapter.key)
+        made = _with_adapter(
+            base, adapter.target.weights, adapter.target, device, key=adapter.key, model=model
+        )
+        on_error.pop_all()
+    made.requires_grad_(False)
+    return made.eval()
+
+
+def _take_off(base: Any, model: Any, key: str) -> None:
+    """Removes what peft has put into a model for an adapter that it then refused."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    if model is not None:
+        model.peft_config.pop(key, None)
+    for module in list(base.modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.delete_adapter(key)
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            module.delete_adapter(key, [])
 
 
 def _with_adapter(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -39,6 +39,7 @@ from unisono.trainer.plan.talk_messages import (
     FailedAsk,
     PromptRequest,
     RefusedAsk,
+    TextsRequest,
     Thought,
 )
 from unisono.trainer.task.answer_grammars import (
@@ -103,7 +104,14 @@ class PromptInputs:
     grammar: str = ""
 
 
-ReadPrompt = PromptInputs | RefusedAsk | FailedAsk
+@dataclass(frozen=True)
+class TextInputs:
+    """The texts of a request as the model gets them: the tokens of each."""
+
+    rows: list[list[int]]
+
+
+ReadPrompt = PromptInputs | TextInputs | RefusedAsk | FailedAsk
 """A prompt, or why there is none."""
 
 
@@ -352,13 +360,24 @@ class PromptReader:
             return False
 
 
+class QuestionReader(Protocol):
+    """Turns requests of one kind into tokens."""
+
+    def read(self, question: Any) -> PromptInputs | TextInputs:
+        """The tokens of a request.
+
+        Raises:
+            RefusedPrompt: if it cannot be answered.
+        """
+
+
 @dataclass(frozen=True)
 class PromptReaders:
     """The readers of prompts of a model and of its adapters, by name."""
 
-    by_adapter: Mapping[str, PromptReader]
+    by_adapter: Mapping[str, QuestionReader]
 
-    def of(self, question: PromptRequest) -> PromptReader:
+    def of(self, question: PromptRequest | TextsRequest) -> QuestionReader:
         """The one for a request."""
         return self.by_adapter[question.adapter]
 
@@ -393,13 +412,17 @@ class PromptProcess:
         """
         self._readers = readers
         self._prepared = prepared
-        self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._asks: queue.SimpleQueue[Ask | PromptReaders] = queue.SimpleQueue()
         self._start()
         threading.Thread(target=self._run, name="prompts", daemon=True).start()
 
     def submit(self, ask: Ask) -> None:
         """Queues a request."""
         self._asks.put(ask)
+
+    def renew(self, readers: PromptReaders) -> None:
+        """Queues different readers for the requests after this: those of a new process."""
+        self._asks.put(readers)
 
     def close(self) -> None:
         """Ends the process."""
@@ -416,7 +439,12 @@ class PromptProcess:
     def _run(self) -> None:
         while True:
             ask = self._asks.get()
-            self._prepared.put(self._with_grammar(ask, self._answer(ask)))
+            if isinstance(ask, PromptReaders):
+                self._readers = ask
+                self._process.kill()
+                self._restart()
+            else:
+                self._prepared.put(self._with_grammar(ask, self._answer(ask)))
 
     def _with_grammar(self, ask: Ask, prompt: "ReadPrompt") -> Prepared:
         """The request, with the grammar of its answer.
@@ -426,7 +454,9 @@ class PromptProcess:
         if not isinstance(prompt, PromptInputs) or not prompt.grammar:
             return Prepared(ask, prompt)
         try:
-            return Prepared(ask, prompt, self._readers.of(ask.question).grammars.compile(prompt.grammar))
+            reader = self._readers.of(ask.question)
+            assert isinstance(reader, PromptReader)
+            return Prepared(ask, prompt, reader.grammars.compile(prompt.grammar))
         except GrammarError as error:
             return Prepared(ask, describe_failure(ask.id, error))
 
@@ -449,9 +479,8 @@ class PromptProcess:
                 pass
             returncode = self._restart()
             if is_late or returncode in _OUT_OF_TIME:
-                part = "messages" if ask.question.messages else "prompt"
                 what = f"to read it took more than {_CPU_S:g} s of CPU time"
-                return RefusedAsk(ask.id, part, what, "shorten it")
+                return RefusedAsk(ask.id, ask.question.part, what, "shorten it")
         return FailedAsk(ask.id, f"the process that reads prompts ended: {how_it_ended(returncode)}", "")
 
     def _restart(self) -> int:

@@ -45,24 +45,23 @@ class ModelReward:
     """Rates answers."""
 
     def __init__(self, opened: InferenceModel) -> None:
-        """With a loaded reward model of a run.
+        """With a loaded reward model.
 
         Raises:
             DataError: if its template is refused.
             ModelError: if its tokenizer is.
         """
         plan = opened.target.plan
-        assert plan is not None
         config = evaluation_config(opened, "unused")
         self._opened = opened
         self._encoder = make_encoder(config, opened.tokenizer, locate_tokenizer(config))
-        self._is_plain = plan.data.template.startswith("none")
+        self._is_plain = opened.template is None if plan is None else plan.data.template.startswith("none")
 
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text]
     ) -> list[float | UnusableValueError]:
         """The value of each answer, or why it has none."""
-        encoded = [self._encoded(*pair) for pair in zip(prompts, completions, strict=True)]
+        encoded = [self.encoded(*pair) for pair in zip(prompts, completions, strict=True)]
         rows = [ids for ids in encoded if not isinstance(ids, UnusableValueError)]
         values = iter(self._values(rows))
         return [ids if isinstance(ids, UnusableValueError) else next(values) for ids in encoded]
@@ -76,7 +75,7 @@ class ModelReward:
                 values += self._opened.forward.scores(batch).tolist()
         return values
 
-    def _encoded(self, prompt: Text, completion: Text) -> list[int] | UnusableValueError:
+    def encoded(self, prompt: Text, completion: Text) -> list[int] | UnusableValueError:
         """The tokens of a prompt and an answer, as the rows of its training have them."""
         try:
             ids = self._ids(prompt, completion)

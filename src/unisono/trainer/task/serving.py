@@ -13,20 +13,24 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import DataError
+from unisono.base.errors import DataError, UnisonoError, UsageError
 from unisono.base.events import Reporter
 from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data.template import ChatTemplate
-from unisono.trainer.model.engine import Engine, GeneratedAnswer, TokenScore
+from unisono.trainer.data.text_encoder import probe_tokenizer
+from unisono.trainer.model.engine import Engine, GeneratedAnswer, KnownPrompts, TokenScore
 from unisono.trainer.model.forward import PictureInputs
+from unisono.trainer.model.prompt_cache import PromptCache
 from unisono.trainer.model.token_grammars import GrammarError, LLGrammar, TokenGrammars
 from unisono.trainer.plan.talk_messages import (
+    AdapterChanged,
     Answered,
     AnswerPiece,
     Ask,
     Begun,
     Drop,
     FailedAsk,
+    LoadAdapter,
     Pieces,
     Ping,
     PromptRequest,
@@ -34,10 +38,18 @@ from unisono.trainer.plan.talk_messages import (
     RefusedAsk,
     ScoredToken,
     ServeInput,
+    UnloadAdapter,
     encode_news,
 )
-from unisono.trainer.plan.task_requests import ServeRequest
-from unisono.trainer.task.inference import InferenceModel, StopStrings, TextStream, open_requested
+from unisono.trainer.plan.task_requests import NamedAdapter, ServeRequest
+from unisono.trainer.task.inference import (
+    InferenceModel,
+    StopStrings,
+    TextStream,
+    open_requested,
+    put_on,
+    trusts_code,
+)
 from unisono.trainer.task.prompts import (
     Prepared,
     PromptInputs,
@@ -46,7 +58,8 @@ from unisono.trainer.task.prompts import (
     PromptReaders,
     describe_failure,
 )
-from unisono.trainer.task.several_adapters import AdapterSwitch
+from unisono.trainer.task.several_adapters import AdapterSwitch, find_adapters
+from unisono.trainer.task.value_serving import serve_values
 
 DeskMessage = ServeInput | Prepared | None
 """None: the end of stdin."""
@@ -60,20 +73,27 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
     """
     with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
         faulthandler.register(signal.SIGUSR2, file=2)
-    opened = open_requested(request.model, report, sees=None, adapters=request.adapters)
-    served = _served_models(opened)
+    opened = open_requested(
+        request.model,
+        report,
+        answers=request.is_shared,
+        sees=None,
+        adapters=request.adapters,
+        takes_adapters=request.takes_adapters,
+    )
     lines: queue.SimpleQueue[DeskMessage] = queue.SimpleQueue()
-    readers = {name: PromptReader(one.opened, one.template, one.grammars) for name, one in served.items()}
-    prompts = PromptProcess(PromptReaders(readers), lines)
+    if opened.target.embeds or opened.target.head is not None:
+        threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
+        return serve_values(opened, lines, report)
+    served = _served_models(opened)
+    prompts = PromptProcess(_readers(served), lines)
     threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
     with contextlib.closing(prompts), opened.ready() as model, contextlib.ExitStack() as stack:
-        engines = {name: _engine(model, one, request.rows) for name, one in served.items()}
-        for engine in engines.values():
-            stack.enter_context(engine.ready())
-        desk = _Desk(served, engines, prompts, report, AdapterSwitch(model, [a.key for a in opened.adapters]))
-        for engine in engines.values():
-            engine.on_failure = desk.fail
-        first = engines[""]
+        desk = _Desk(
+            served, model, prompts, report, rows=request.rows, prompt_cache=request.prompt_cache_bytes
+        )
+        first = desk.engines[""]
+        stack.enter_context(first.ready())  # the others compute with the same model
         note = "; ".join(one.note for one in served.values() if one.note)
         description = opened.target.description
         if opened.adapters:
@@ -129,26 +149,21 @@ class _ServedModel:
 
 def _served_models(opened: InferenceModel) -> dict[str, _ServedModel]:
     """The model, under an empty name, and its adapters."""
-    adapters = {adapter.name: (adapter.key, opened.with_adapter(adapter)) for adapter in opened.adapters}
-    served = {}
-    for name, (key, one) in {"": (None, opened), **adapters}.items():
-        template, note = (one.template, "") if one.template else _fallback(one)
-        stop_ids = one.stops(template)
-        vocabulary = int(one.forward.loaded.base.get_input_embeddings().weight.shape[0])
-        grammars = TokenGrammars(one.tokenizer, stop_ids=stop_ids, vocabulary=vocabulary)
-        served[name] = _ServedModel(key, one, template, note, stop_ids, grammars, _TokenTexts(one.tokenizer))
-    return served
+    adapters = {one.name: _served(one.key, opened.with_adapter(one)) for one in opened.adapters}
+    return {"": _served(None, opened), **adapters}
 
 
-def _engine(model: Any, served: _ServedModel, rows: int) -> Engine:
-    opened = served.opened
-    return Engine(
-        model,
-        stop_ids=served.stop_ids,
-        pad_id=opened.pad_id,
-        rows=rows,
-        together=not opened.forward.rows_apart,
-        allow=served.grammars.allow,
+def _served(key: str | None, opened: InferenceModel) -> _ServedModel:
+    template, note = (opened.template, "") if opened.template else _fallback(opened)
+    stop_ids = opened.stops(template)
+    vocabulary = int(opened.forward.loaded.base.get_input_embeddings().weight.shape[0])
+    grammars = TokenGrammars(opened.tokenizer, stop_ids=stop_ids, vocabulary=vocabulary)
+    return _ServedModel(key, opened, template, note, stop_ids, grammars, _TokenTexts(opened.tokenizer))
+
+
+def _readers(served: Mapping[str, _ServedModel]) -> PromptReaders:
+    return PromptReaders(
+        {name: PromptReader(one.opened, one.template, one.grammars) for name, one in served.items()}
     )
 
 
@@ -189,25 +204,47 @@ class _Desk:
 
     Attributes:
         answered: number of complete answers.
+        engines: by the names of adapters; that of the model itself has an empty one.
     """
 
     def __init__(
         self,
-        served: Mapping[str, _ServedModel],
-        engines: Mapping[str, Engine],
+        served: dict[str, _ServedModel],
+        model: Any,
         prompts: PromptProcess,
         report: Reporter,
-        switch: AdapterSwitch,
+        *,
+        rows: int,
+        prompt_cache: int,
     ) -> None:
         self._served = served
-        self._engines = engines
+        self._rows = rows
         self._prompts = prompts
         self._report = report
-        self._switch = switch
-        self._device = served[""].opened.device
+        self._opened = served[""].opened
+        keys = [one.key for one in served.values() if one.key is not None]
+        self._peft_model = model if keys else None
+        self._switch = AdapterSwitch(model, keys)
+        self._placed = len(keys)  # adapters so far
+        self._known = PromptCache(prompt_cache) if prompt_cache else None
+        self.engines = {name: self._engine(name, model, one) for name, one in served.items()}
         self._unread: set[int] = set()  # requests whose prompts are being read
         self._places: dict[int, _Place] = {}
         self.answered = 0
+
+    def _engine(self, name: str, model: Any, served: _ServedModel) -> Engine:
+        opened = served.opened
+        engine = Engine(
+            model,
+            stop_ids=served.stop_ids,
+            pad_id=opened.pad_id,
+            rows=self._rows,
+            together=not opened.forward.rows_apart,
+            allow=served.grammars.allow,
+            known=KnownPrompts(self._known, name) if self._known is not None else None,
+        )
+        engine.on_failure = self.fail
+        return engine
 
     def take(self, lines: "queue.SimpleQueue[DeskMessage]") -> bool:
         """Takes all messages that have arrived, after waiting for one if there is nothing to do;
@@ -215,7 +252,7 @@ class _Desk:
         """
         while True:
             try:
-                message = lines.get(block=all(engine.is_idle for engine in self._engines.values()))
+                message = lines.get(block=all(engine.is_idle for engine in self.engines.values()))
             except queue.Empty:
                 return True
             if message is None:
@@ -225,11 +262,61 @@ class _Desk:
                     self._report.send({"kind": "pong"})
                 case Drop():
                     self._drop(message.id)
+                case Ask() if message.question.adapter not in self._served:
+                    gone = RefusedAsk(message.id, "model", "the adapter is no longer loaded", "")
+                    self._report.send(encode_news(gone))
                 case Ask():
                     self._unread.add(message.id)
                     self._prompts.submit(message)
+                case LoadAdapter() | UnloadAdapter():
+                    self._change_adapters(message)
                 case Prepared():
                     self._begin(message)
+
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Puts an adapter on the model, or takes one off."""
+        try:
+            if isinstance(message, LoadAdapter):
+                self._load(message.adapter)
+            else:
+                self._unload(message.name)
+        except UnisonoError as error:
+            problem = error.problems[0]
+            refused = RefusedAsk(message.id, "lora_path", problem.what, problem.why or problem.fix)
+            self._report.send(encode_news(refused))
+        except Exception as error:  # noqa: BLE001 - the edge of a request: others continue
+            self._report.send(encode_news(describe_failure(message.id, error)))
+        else:
+            self._prompts.renew(_readers(self._served))
+            self._report.send(encode_news(AdapterChanged(message.id)))
+
+    def _load(self, adapter: NamedAdapter) -> None:
+        (placed,) = find_adapters([adapter], self._opened.target, self._report, first=self._placed)
+        if trusts_code(placed.target):
+            raise UsageError.of(
+                "the adapter's run has model.trust_remote_code, and code is trusted only at the start",
+                where=adapter.target,
+                fix="name it with --adapter",
+            )
+        served = _served(placed.key, self._opened.with_adapter(placed))
+        probe_tokenizer(served.opened.tokenizer)
+        self._peft_model = put_on(
+            self._opened.forward.loaded.base, self._peft_model, placed, self._opened.device
+        )
+        self._placed += 1
+        self._switch.add(self._peft_model, placed.key)
+        self._served[adapter.name] = served
+        self.engines[adapter.name] = self._engine(adapter.name, self._peft_model, served)
+
+    def _unload(self, name: str) -> None:
+        served = self._served.pop(name)
+        del self.engines[name]
+        if self._known is not None:
+            self._known.forget(name)
+        assert served.key is not None
+        self._switch.remove(served.key)
+        if len(self._served) == 1:
+            self._peft_model = None  # peft loads none into a model whose last one has gone
 
     def _drop(self, number: int) -> None:
         self._unread.discard(number)
@@ -246,6 +333,8 @@ class _Desk:
         if isinstance(prompt, RefusedAsk | FailedAsk):
             self._report.send(encode_news(prompt))
         else:
+            assert isinstance(ask.question, PromptRequest)
+            assert isinstance(prompt, PromptInputs)
             self._add(ask.id, ask.question, prompt, prepared.grammar)
 
     def _add(
@@ -275,7 +364,7 @@ class _Desk:
         if question.echo:
             place.echo = question.prompt if isinstance(question.prompt, str) else tokenizer.decode(ids)
         self._places[number] = place
-        self._engines[question.adapter].add(answer)
+        self.engines[question.adapter].add(answer)
         self._report.send(encode_news(Begun(number, len(ids), prompt.thought)))
 
     def fail(self, answers: Sequence[GeneratedAnswer], error: Exception) -> None:
@@ -284,7 +373,7 @@ class _Desk:
         Raises:
             Exception: the same, if the device computes nothing any more.
         """
-        torch.zeros(1, device=self._device).item()  # raises after an error that leaves a GPU unusable
+        torch.zeros(1, device=self._opened.device).item()  # raises after an error that leaves a GPU unusable
         for number in [number for number, place in self._places.items() if place.answer in answers]:
             del self._places[number]
             if isinstance(error, GrammarError):
@@ -295,7 +384,7 @@ class _Desk:
 
     def step(self) -> None:
         """Computes one token of each answer, and sends what is new."""
-        for name, engine in self._engines.items():
+        for name, engine in self.engines.items():
             if not engine.is_idle:
                 self._switch.activate(self._served[name].key)
                 engine.step()

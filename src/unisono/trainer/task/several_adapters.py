@@ -28,15 +28,15 @@ class PlacedAdapter:
 
 
 def find_adapters(
-    adapters: Sequence[NamedAdapter], base: Target, report: Reporter
+    adapters: Sequence[NamedAdapter], base: Target, report: Reporter, *, first: int = 0
 ) -> tuple[PlacedAdapter, ...]:
-    """Finds and verifies adapters of a base model.
+    """Finds and verifies adapters of a base model; their keys are numbered from `first`.
 
     Raises:
         UsageError: if `base` is not a base model, or one is not a finished adapter of it.
         ModelError, IntegrityError: as `find_target` and `verify_target`.
     """
-    if adapters and base.source != "model":
+    if base.source != "model":
         raise UsageError.of(
             f"{base.name} has an adapter itself",
             where="--adapter",
@@ -44,7 +44,7 @@ def find_adapters(
             fix=f"serve the base model {base.base}, and name this one, too: --adapter NAME={base.name}",
         )
     placed = []
-    for number, adapter in enumerate(adapters):
+    for number, adapter in enumerate(adapters, first):
         target = find_target(adapter.target, base=str(base.base))
         if target.source != "adapter":
             raise UsageError.of(
@@ -75,7 +75,7 @@ class AdapterSwitch:
     def __init__(self, model: Any, keys: Sequence[str]) -> None:
         """A switch of a peft model with these adapters; of any model without any."""
         self._model = model
-        self._keys = keys
+        self._keys = list(keys)
         self._active: str | None = "unknown"
 
     def activate(self, key: str | None) -> None:
@@ -89,3 +89,16 @@ class AdapterSwitch:
         self._model.base_model.enable_adapter_layers()
         self._model.set_adapter(key)
         self._model.requires_grad_(False)
+
+    def add(self, model: Any, key: str) -> None:
+        """An adapter has been put on the model, which is a peft model now."""
+        self._model = model
+        self._keys.append(key)
+        self._active = "unknown"
+
+    def remove(self, key: str) -> None:
+        """Takes an adapter off the model."""
+        self.activate(None)  # peft would activate a different one
+        self._keys.remove(key)
+        self._model.delete_adapter(key)
+        self._active = "unknown"
