@@ -293,7 +293,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]] = {
     "more ranks than devices": (
         ("--nproc", "64"),
         {},
-        ("--nproc requests 64 ranks", "every rank has one device of its own"),
+        ("--nproc requests 64 ranks", "every rank has its own device"),
     ),
     "one device twice": (
         ("--nproc", "2", "--devices", "0,0"),

@@ -536,7 +536,7 @@ def foreign_contents(head: bytes, name: str) -> Fault | None:
                     shlex.quote(name), shlex.quote(_beside(name, "unpacked"))
                 )
             return Fault(
-                f"{name} is not text", f"its first bytes are those of {kind}, not of a {suffix} file", fix
+                f"{name} is not text", f"its first bytes are from {kind}, not from a {suffix} file", fix
             )
     encoding = encoding_of(head)
     if encoding is not None:

@@ -111,7 +111,7 @@ def test_what_needs_answers_refuses_a_classifier_by_name(
     write_rows(tmp_path / "unseen.jsonl", [{"text": "the moon", "label": "moon"}])
     with pytest.raises(DataError) as error:
         _evaluated(done.directory, run, tmp_path)
-    assert "'moon' is none of those of the training" in error.value.problems[0].why
+    assert "'moon' is not a label of the training" in error.value.problems[0].why
 
 
 def _unisono(*words: object) -> subprocess.CompletedProcess[str]:

@@ -264,7 +264,7 @@ def test_rows_that_cannot_be_classified_are_named_with_their_lines(
         assert problem.where.endswith("some.jsonl:5")
 
     text = "a rose"
-    refused({"text": text, "label": "gardn"}, "eval", "'gardn' is none of those of the training: garden")
+    refused({"text": text, "label": "gardn"}, "eval", "'gardn' is not a label of the training: garden")
     refused({"text": text, "label": "moon"}, "train", "'moon' is none of", labels=LABELS)
     refused({"text": text, "labels": ["garden"]}, "train", "it has a list of labels")
     refused({"text": text, "label": ""}, "train", "label is empty")

@@ -159,7 +159,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="WIDTHxHEIGHT",
-            help="Image model: size in pixels; default: that of the training.",
+            help="Image model: size in pixels; default: as in training.",
             show_default=False,
         ),
     ] = None,
@@ -431,7 +431,7 @@ def evaluate(
             "--reward",
             metavar="REWARD",
             help=(
-                "Use this reward instead of those of the run, as in a config: exact, FILE.py:FUNCTION,"
+                "Use this reward instead of the run's rewards, as in a config: exact, FILE.py:FUNCTION,"
                 " '{use: length, max: 60}'; may be repeated."
             ),
             show_default=False,
@@ -449,7 +449,7 @@ def evaluate(
         typer.Option(
             min=0.0,
             max=100.0,
-            help="With --rewards: sampling temperature; default: that of the run, and 0 for one answer.",
+            help="With --rewards: sampling temperature; default: the run's, and 0 for one answer.",
             show_default=False,
         ),
     ] = None,

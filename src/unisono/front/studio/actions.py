@@ -117,7 +117,7 @@ class Actions:
         if output.exists() and any(output.iterdir()):
             raise UsageError.of(
                 f"{self.folders.shown(output)} exists already",
-                why="each run has a directory of its own",
+                why="each run has a separate directory",
                 fix="choose another output_dir, or resume the run on the page of runs",
             )
         start = self.queue.add(

@@ -71,7 +71,7 @@ def _different_worlds(view: View, worlds: dict[int, LogEvent]) -> Hypothesis:
     waits = first_of_each(view.facts.of(*WAITED, "clients_joined"), limit=2)
     return Hypothesis(
         "nproc_mismatch",
-        f"the nodes start different numbers of ranks, each for a world of its own ({listed})",
+        f"the nodes start different numbers of ranks, each for a separate world ({listed})",
         (*worlds.values(), *waits),
         confidence=0.9,
     )

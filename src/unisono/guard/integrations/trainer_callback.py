@@ -57,7 +57,7 @@ _DATA = Rule(
     "fail",
     "data_mismatch",
     (
-        "on {who}: compare the data files with those of a node that is right: `sha256sum FILE`",
+        "on {who}: compare the data files with a correct node's: `sha256sum FILE`",
         "or keep the data on shared storage",
     ),
 )

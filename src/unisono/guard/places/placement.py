@@ -108,7 +108,7 @@ def _refuse_too_few(nproc: int, gpus: list[Gpu], visible: str | None) -> None:
         raise UsageError.of(
             f"{nproc} ranks need {nproc} accelerators, and {len(gpus)} can be used here",
             where="this machine" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}",
-            why="every rank has one device of its own",
+            why="every rank has its own device",
             fix=f"pass --nproc {len(gpus)}, or device=cpu",
         )
 

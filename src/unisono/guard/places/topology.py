@@ -530,7 +530,7 @@ class _TopologyReader:
             raise UsageError.of(
                 f"{origin} requests {_ranks(number)}, but --devices selects {named}",
                 where="command line",
-                why="every rank has one device of its own",
+                why="every rank has its own device",
                 fix=f"pass --nproc {named}, or name {number} with --devices",
             )
         if not named and 0 < accelerators.count < number:
@@ -538,7 +538,7 @@ class _TopologyReader:
                 f"{origin} requests {_ranks(number)}, but there {'is' if accelerators.count == 1 else 'are'} "
                 f"{accelerators.count} accelerator{'' if accelerators.count == 1 else 's'} to use here",
                 where=accelerators.note or "this machine",
-                why="every rank has one device of its own",
+                why="every rank has its own device",
                 fix=f"pass --nproc {accelerators.count}, or device=cpu to train on the CPU",
             )
         return number, declared, origin

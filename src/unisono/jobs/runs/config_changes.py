@@ -46,7 +46,7 @@ class KeyRule:
     name: str = ""
 
 
-_TENSORS_DIFFER = "tensor names or shapes differ from those of the checkpoint"
+_TENSORS_DIFFER = "tensor names or shapes differ from the checkpoint's"
 _ONLY_MEASUREMENT = "metrics change, training does not"
 _ROWS = KeyRule("contents", name="data")
 _OLD_SIZE = KeyRule(
@@ -113,7 +113,7 @@ RULES: dict[str, KeyRule] = {
     "rollout.patience": KeyRule("line", "how long a server is waited for"),
     "rollout.environment.deadline": KeyRule("line", "how long a call of the environment may take"),
     "rollout.environment.on_error": KeyRule("line", "what follows if the environment fails"),
-    "rollout.steps": KeyRule("fixed", "the rollout that the next step belongs to would be another"),
+    "rollout.steps": KeyRule("fixed", "the next step would belong to a different rollout"),
     "grpo": KeyRule("meaning", "answers count differently in the loss from here on"),
     "adapter.init": KeyRule("fixed", "the frozen weights differ"),
     "adapter.init_steps": KeyRule("fixed", "the frozen weights differ"),

@@ -116,7 +116,7 @@ class Replayed:
         why = (
             f"more than rounding can make, which these allow for: {known}"
             if known
-            else "no known change: data, model, packages, ranks, threads and device are those of the run"
+            else "no known change: data, model, packages, ranks, threads and device are the same as in the run"
         )
         return IntegrityError.of(
             self.lines()[0],

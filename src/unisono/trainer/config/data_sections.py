@@ -114,7 +114,7 @@ class SourceSection(Section):
     subset: str | None = Field(default=None, description="the subset (configuration) of a hub dataset")
     folder: str | None = Field(default=None, description="the directory within a hub dataset")
     columns: Annotated[dict[str, str | None], AfterValidator(_check_columns)] = Field(
-        default={}, description="mapping from our column names to those of the file; null: not read"
+        default={}, description="mapping from our column names to the file's; null: not read"
     )
     tags: TagsSection | None = Field(
         default=None,

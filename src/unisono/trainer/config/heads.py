@@ -88,7 +88,7 @@ class ClassifySection(Section):
     labels: Labels | None = Field(
         default=None,
         description=(
-            "the labels, in the order of the model's outputs; null: those of the rows for training, sorted"
+            "the labels, in the order of the model's outputs; null: all labels of the training rows, sorted"
         ),
     )
     multi_label: bool | Literal["auto"] = Field(

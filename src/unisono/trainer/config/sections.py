@@ -550,7 +550,7 @@ class FramesSection(Section):
     )
     max: int = Field(default=16, ge=1, description="frames of a video, evenly over its duration")
     pixels: PixelsSection = Field(
-        default=PixelsSection(), description="bounds of a frame; null: those of data.pixels"
+        default=PixelsSection(), description="bounds of a frame; null: as data.pixels"
     )
 
 

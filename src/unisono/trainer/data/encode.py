@@ -349,7 +349,7 @@ class Encoder:
         others = [*answers[-1:], *answers[:-1]]
         units = self._units(
             [[answer, with_answer_of(answer, other)] for answer, other in zip(answers, others, strict=True)],
-            ("its answer", "with the mismatched answer, that of the row before"),
+            ("its answer", "with the mismatched answer, from the row before"),
         )
         return [
             unit if isinstance(unit, RowError) else replace(unit, label=example.desirable)

@@ -145,7 +145,7 @@ class LabelSets:
         near = nearest(name, known)
         guess = f"did you mean {near!r}? Else " if near else ""
         return RowError(
-            f"its label {one_line(repr(name), limit=60)} is none of those of the training: {some}",
+            f"its label {one_line(repr(name), limit=60)} is not a label of the training: {some}",
             f"{guess}correct it, remove the row, or add the label to the training",
         )
 

@@ -118,7 +118,7 @@ def _with_one_prompt(chosen: Conversation, rejected: Conversation) -> Preference
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise RowError(
             "chosen and rejected follow different prompts",
-            "write the same messages before both answers, or put the prompt into a column of its own",
+            "write the same messages before both answers, or put the prompt into a separate column",
         )
     return Preference([chosen, rejected])
 
@@ -358,8 +358,7 @@ class _PreferenceRow:
         if self._thought is None:
             raise RowError(
                 f"the thought of message {number} (assistant) is not rendered by the template",
-                "set data.template to that of a reasoning model, e.g. lf:qwen3, or remove the thought from"
-                " the row",
+                "set data.template to a reasoning model's, e.g. lf:qwen3, or remove the thought from the row",
             )
         begin, end = self._thought
         return begin + thought + end

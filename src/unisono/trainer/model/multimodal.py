@@ -347,7 +347,7 @@ def kept_tensors(original: Path, written: Collection[str], *, tied: Collection[s
 def other_names(original: Path, why: str) -> ModelError:
     """The error for a multimodal checkpoint whose tensors cannot be replaced one by one."""
     return ModelError.of(
-        "the trained tensors have other names than those of the checkpoint",
+        "the trained tensors have different names than the checkpoint's",
         where=str(original),
         why=why,
         fix="load it in transformers, save it with `save_pretrained`, and use that as the model",

@@ -65,7 +65,7 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
         raise UsageError.of(
             f"{target.name} is an embedding model without its run",
             where="RUN|MODEL",
-            why="the temperature and the size of a batch are those of the run",
+            why="temperature and batch size come from the run",
             fix="evaluate the run, or use the evaluators of sentence-transformers",
         )
     classify = section_for(head) if head is not None and head.labels else ClassifySection()

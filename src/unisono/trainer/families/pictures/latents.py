@@ -215,7 +215,7 @@ def read_verified(path: Path, digest: int | None) -> Tensors:
         raise IntegrityError.of(
             "an entry of the cache of pictures is damaged, or was replaced",
             where=str(path),
-            why="its digest is not that of the values with which the run was prepared",
+            why="its digest does not match the values with which the run was prepared",
             fix="delete the file and run the same command again: it is computed again",
         )
     return entry[0]

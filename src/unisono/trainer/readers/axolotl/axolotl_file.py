@@ -130,7 +130,7 @@ def _special_tokens(draft: Draft) -> None:
         )
     elif given and not stored:
         draft.warnings.append(
-            f"special_tokens: {', '.join(given)} must be those of the tokenizer, which is used as it is"
+            f"special_tokens: {', '.join(given)} must be the tokenizer's, which is used unchanged"
         )
 
 

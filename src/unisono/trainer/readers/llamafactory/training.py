@@ -160,7 +160,7 @@ def _router_loss(draft: Draft) -> None:
         return
     draft.put("optim.router_loss", {"load_balancing": values[key], "layers": "together"}, key)
     draft.warnings.append(
-        f"{key}: the loss is that of the global batch; LLaMA-Factory adds that of each micro batch of each rank"
+        f"{key}: the loss is of the global batch; LLaMA-Factory adds that of each micro batch of each rank"
         " in full, so with N of them in a step it has N times the weight there"
     )
 

@@ -97,7 +97,7 @@ def read_trl(text: str) -> TrlFile:
         raise ConfigError.of(
             f"TRL's {command.trainer} is not translated",
             where="--from-trl",
-            why=f"{', '.join(_RATES)} are; other trainers need functions, models or data of their own",
+            why=f"{', '.join(_RATES)} are; other trainers need their own functions, models or data",
             fix=f"begin with `unisono init --out train.yaml`; {PAGE} has our key for each of its keys",
         )
     return translate(command.raw, command.lines, "the command", trainer=command.trainer)
@@ -229,7 +229,7 @@ def _data(draft: Draft, trainer: str) -> None:
             test = {**sources[0], "split": values["dataset_test_split"]}
             draft.put("data.eval", [test], "dataset_test_split", "eval_strategy")
     if values["max_length"] is None:
-        draft.refuse("max_length", "data.max_length is a number", "set it to that of the longest row")
+        draft.refuse("max_length", "data.max_length is a number", "set it to the longest row's")
     else:
         draft.put("data.max_length", values["max_length"], "max_length")
     choice = {"keep_start": "cut", "keep_end": "keep-answer"}
