@@ -1,5 +1,5 @@
-"""The pages docs/reference/llamafactory.md and sd-scripts.md in English and Chinese: every key of
-the tools whose files are read, and what it becomes.
+"""The pages docs/reference/llamafactory.md, axolotl.md, trl.md and sd-scripts.md in English and
+Chinese: every key of the tools whose files are read, and what it becomes.
 
 Used by scripts/make_reference.py.
 """
@@ -7,10 +7,12 @@ Used by scripts/make_reference.py.
 from collections.abc import Iterable
 
 from page_parts import Translate, as_written, heading, table, word
+from unisono.trainer.readers.axolotl.axolotl_keys import KEYS as AXOLOTL_KEYS
 from unisono.trainer.readers.key_table import Key
 from unisono.trainer.readers.llamafactory.keys import KEYS
 from unisono.trainer.readers.llamafactory.reader import SWITCHES, V1_KEYS
 from unisono.trainer.readers.sd_scripts.keys import KEYS as SD_SCRIPTS_KEYS
+from unisono.trainer.readers.trl.trl_keys import OWN as TRL_KEYS
 
 GROUP_TITLES = {
     "ModelArguments": "Model", "QuantizationArguments": "Quantization", "ProcessorArguments": "Images, videos, audio",
@@ -72,6 +74,35 @@ def sd_scripts_page(t: Translate, language: str) -> list[str]:
     for group in dict.fromkeys(key.group for key in keys):
         rows = [_row(key, t, language) for key in keys if key.group == group]
         lines += [*heading(group, language), *table(_HEAD, rows, language)]
+    return lines
+
+
+def axolotl_page(t: Translate, language: str) -> list[str]:
+    """Every key of an axolotl file, and what it becomes."""
+    introduction = (
+        "Every key of axolotl 0.17, with its default there and what unisono does with it."
+        " How to use it: [from axolotl](../how-to/from-axolotl.md)."
+    )
+    return _plain_page("axolotl keys", introduction, AXOLOTL_KEYS.values(), t, language)
+
+
+def trl_page(t: Translate, language: str) -> list[str]:
+    """Every key of TRL's trainers, and what it becomes."""
+    introduction = (
+        "Every key of TRL 1.16 for SFT, DPO, KTO and reward models, with its default there and what unisono does"
+        " with it. Those of Hugging Face's TrainingArguments are on the page of"
+        " [LLaMA-Factory's keys](llamafactory.md). How to use it: [from TRL](../how-to/from-trl.md)."
+    )
+    return _plain_page("TRL keys", introduction, TRL_KEYS.values(), t, language)
+
+
+def _plain_page(title: str, introduction: str, keys: Iterable[Key], t: Translate, language: str) -> list[str]:
+    keys = list(keys)
+    refused = t("A refused key is accepted at its default. For an unknown key, the error shows the nearest known one.")  # fmt: skip
+    lines = [f"# {t(title)}", "", t(introduction), "", *_handling(keys, t, language), "", refused]
+    for group in dict.fromkeys(key.group for key in keys):
+        rows = [_row(key, t, language) for key in keys if key.group == group]
+        lines += [*heading(t(group), language), *table(_HEAD, rows, language)]
     return lines
 
 

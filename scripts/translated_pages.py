@@ -9,7 +9,7 @@ from memory_page import memory_page
 from models_page import models_page
 from page_parts import Translate
 from python_page import python_page
-from tool_pages import llamafactory_page, sd_scripts_page
+from tool_pages import axolotl_page, llamafactory_page, sd_scripts_page, trl_page
 
 _PAGES = {
     "config.md": config_page,
@@ -17,6 +17,8 @@ _PAGES = {
     "memory.md": memory_page,
     "models.md": models_page,
     "llamafactory.md": llamafactory_page,
+    "axolotl.md": axolotl_page,
+    "trl.md": trl_page,
     "sd-scripts.md": sd_scripts_page,
     "doctor.md": doctor_page,
     "variables.md": variables_page,
