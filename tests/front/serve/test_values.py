@@ -141,6 +141,7 @@ def send(served: Served, path: str, **body: Any) -> dict[str, Any]:
     return reply.body
 
 
+@pytest.mark.long  # sentence-transformers is not a part of `dev`
 def test_embeddings_are_those_of_sentence_transformers(
     servers: Callable[[Path], Served], embedders: dict[str, Path]
 ) -> None:

@@ -201,6 +201,7 @@ def test_the_text_of_a_picture_is_the_one_that_llama_factory_expects(
     assert mark.replace(processor.placeholder, processor.expansion(SIZE)) == text
 
 
+@pytest.mark.long  # torchvision is not a part of `dev`
 def test_the_texts_of_videos_are_those_that_llama_factory_expects(tmp_path: Path) -> None:
     needs.package("torchvision")
     qwen3_vl(tmp_path)

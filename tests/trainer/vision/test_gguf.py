@@ -99,6 +99,7 @@ def features(file: Path, pixels: torch.Tensor) -> torch.Tensor:
     return normed @ tensors["mm.input_projection.weight"]
 
 
+@pytest.mark.long  # xllamacpp is not a part of `dev`
 @pytest.mark.parametrize("quantize", ["f32", "f16"])
 def test_llama_cpp_answers_about_a_picture_as_transformers_does(tmp_path: Path, quantize: str) -> None:
     """llama.cpp's server, of the package xllamacpp. The picture has the size that the tower gets:

@@ -22,7 +22,8 @@ from unisono.base.errors import DataError
 from unisono.trainer.data.pictures.store import read_pictures
 from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 
-pytestmark = pytest.mark.processes  # frames are decoded in them
+# Frames are decoded in processes; what reads videos is torchvision, which `dev` does not have.
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 VIDEO_FAMILIES = [
     family
