@@ -1,4 +1,4 @@
-"""Code of the user's own, as configs name it: `FILE.py:CLASS`, and that of a model's repository."""
+"""Code of the user's own, as configs name it: `FILE.py:CLASS`, and the code of a model's repository."""
 
 import sys
 from collections.abc import Sequence
