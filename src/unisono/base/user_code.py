@@ -1,4 +1,4 @@
-"""Code of the user's own, as configs name it: `FILE.py:CLASS`, and the code of a model's repository."""
+"""Code of the user's own, as configs name it: `FILE.py:CLASS`, or a model repository's code."""
 
 import sys
 from collections.abc import Sequence
