@@ -1,8 +1,11 @@
-"""Hosts of the Origin headers of requests."""
+"""Names of hosts, and those in the Origin headers of requests."""
 
 from urllib.parse import urlsplit
 
 from unisono.base.text import host_name
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine that no other reaches."""
 
 
 def origin_host(header: str) -> str | None:

@@ -54,7 +54,8 @@ APART = (
     *(f"unisono.guard.integrations.{name}" for name in ("accelerate", "lightning", "transformers")),
     "unisono.guard.integrations.torchrun_handler",
     "unisono.front.api.loading",
-    *("unisono.front.board.server", "unisono.front.http_server", "unisono.front.serve.server"),
+    *("unisono.front.board.server", "unisono.front.http_server"),
+    *("unisono.front.serve.server", "unisono.front.serve.answer_streams"),
     *(
         f"unisono.front.studio.{name}"
         for name in ("actions", "gate", "models", "owner", "results", "runs", "studio_server", "suggestions")

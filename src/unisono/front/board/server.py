@@ -27,7 +27,7 @@ from unisono.base.text import host_name
 from unisono.front.board.follow import FollowedRun, find_runs, is_run
 from unisono.front.board.page import NO_ICON, STATIC, page_html
 from unisono.front.board.regions import REGIONS, ROLLOUTS, Region, list_runs, read_picture, show_region
-from unisono.front.http_headers import origin_host
+from unisono.front.http_headers import LOOPBACK, origin_host
 from unisono.front.http_server import HttpConnection, address_of, running_server
 
 LOOK_S = 0.3
@@ -39,7 +39,6 @@ _ENDING_S = 0.5
 _KEEP_ALIVE_S = 10
 _MOST_NAME = 255  # characters of a file name
 MOST_CONNECTIONS = 64
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
     " font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -287,7 +286,7 @@ class Gate:
         self._ticket = hmac.new(
             key, f"cookie of {self.command} on port {port}".encode(), "sha256"
         ).hexdigest()
-        names = _LOOPBACK if host in _LOOPBACK else (*_LOOPBACK, host.lower(), socket.gethostname().lower())
+        names = LOOPBACK if host in LOOPBACK else (*LOOPBACK, host.lower(), socket.gethostname().lower())
         self._hosts = tuple(dict.fromkeys(names))
         self._cookie = f"{self.command.replace(' ', '-')}-{port}"
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from unisono.front.board.server import Board
 
 _DEFAULT = [Path("runs")]
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def board(
@@ -196,6 +195,7 @@ def settings_key() -> bytes:
 def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) -> None:
     refuse_without_extra("unisono board", why="the server is an extra; --out FILE.html needs nothing")
     from unisono.front.board.server import serve
+    from unisono.front.http_headers import LOOPBACK
     from unisono.guard.facts.network import bind_listener
 
     printer = output()
@@ -209,7 +209,7 @@ def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) ->
             )
         else:
             printer.result(url)
-        if host not in _LOOPBACK:
+        if host not in LOOPBACK:
             printer.warn(
                 f"warning: others can reach {host}, and the line is not encrypted; on the same machine, and"
                 " through an SSH tunnel, --host is not needed"

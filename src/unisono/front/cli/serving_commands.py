@@ -26,11 +26,11 @@ def format_for(program: str | None, format_: str | None) -> str | None:
     if program not in PROGRAMS:
         names = ", ".join(PROGRAMS)
         raise UsageError.of(f"--for {program} is unknown", where="--for", fix=f"use one of {names}")
-    wanted = "gguf" if program == "ollama" else None
-    if format_ not in (None, wanted):
-        fix = "omit --format" if wanted is None else "use --format gguf, or omit it"
+    needed = "gguf" if program == "ollama" else None
+    if format_ not in (None, needed):
+        fix = "omit --format" if needed is None else "use --format gguf, or omit it"
         raise UsageError.of(f"{program} does not read --format {format_}", where="--format", fix=fix)
-    return wanted
+    return needed
 
 
 def serving_command(program: str, result: "Exported | GgufExported") -> tuple[str, str]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -217,7 +218,7 @@ _READ_AT = 100
 """The step that reads the picture for the first time, long after the fault."""
 
 
-class ChangedPicture(Sandbox):
+class ChangedPicture(Sandbox, ABC):
     """This machine, with a vision-language model and rows with pictures, of which one is changed
     before its row is read.
     """
@@ -254,9 +255,9 @@ class ChangedPicture(Sandbox):
         order = permutation(_PICTURE_ROWS, seed=0, epoch=0)
         self.change(self.folder / "gallery" / "pictures" / f"{order[_READ_AT * _PICTURE_BATCH]}.png")
 
+    @abstractmethod
     def change(self, file: Path) -> None:
         """Changes a picture."""
-        raise NotImplementedError
 
 
 class PictureRemoved(ChangedPicture):

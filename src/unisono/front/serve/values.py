@@ -7,6 +7,7 @@ import base64
 import secrets
 import sys
 import time
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -56,13 +57,13 @@ class ValueRequest(StrictObject):
     truncate_prompt_tokens: _Cut | None = None
     user: str | None = None
 
+    @abstractmethod
     def question(self, facts: Ready) -> TextsRequest:
         """What the task is asked of a model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def entry(self, number: int, value: str, facts: Ready) -> dict[str, Any]:
         """The object of a text or pair by its value."""
-        raise NotImplementedError
 
     def answer(self, valued: Valued, facts: Ready) -> dict[str, Any]:
         """The object of all values."""
@@ -81,12 +82,7 @@ class EmbeddingRequest(ValueRequest):
     """`POST /v1/embeddings`; `input_type` is of those that other servers have beside it."""
 
     prefix = "embd"
-    input: (
-        _Text
-        | _Texts
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_TEXTS)]
-    )
+    input: _Text | _Texts | _Tokens | Annotated[list[_Tokens], Field(min_length=1, max_length=_MOST_TEXTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     input_type: Literal["query", "document"] | None = None

@@ -9,9 +9,9 @@ from typing import Any
 
 from unisono.base.errors import UsageError
 from unisono.base.text import host_name, one_line
+from unisono.front.http_headers import LOOPBACK
 from unisono.front.http_server import address_of
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound
 
 
