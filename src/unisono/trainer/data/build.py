@@ -65,6 +65,7 @@ def make_encoder(
         thoughts=data.thoughts,
         control_tokens=data.control_tokens,
         pictures=pictures,
+        plain_texts=data.plain_texts,
     )
 
 

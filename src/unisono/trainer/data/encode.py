@@ -86,6 +86,8 @@ class _EncodeJob:
         is_closed: whether end of sequence is appended to a complete text.
         weights: of each answer in the loss, above 0 and up to 1; empty: all 1.
         pictures: the numbers of its pictures, in order.
+        prompt: if the one answer begins with the first token that differs from those of the prompt
+            alone: that prompt.
     """
 
     text: str
@@ -97,6 +99,7 @@ class _EncodeJob:
     is_closed: bool = True
     weights: Sequence[float] = ()
     pictures: tuple[int, ...] = ()
+    prompt: str | None = None
 
     @property
     def is_prompt(self) -> bool:
@@ -200,8 +203,10 @@ class Encoder:
         thoughts: Thoughts = "loss",
         control_tokens: ControlTokensMode = "keep",
         pictures: PictureStore | None = None,
+        plain_texts: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self._plain_texts = plain_texts
         self.pictures = pictures
         self._thoughts = thoughts
         self._control = ControlTokens(tokenizer)
@@ -261,14 +266,14 @@ class Encoder:
             RowError: if a column is missing or has an invalid value.
         """
         if name == "preference":
-            return read_preference(row, source.columns, source.tags)
+            return read_preference(row, source.columns, source.tags, plain=self._plain_texts)
         if name == "labelled":
             return read_labelled(row, source.columns, source.tags)
         if name == "similar":
             return read_similar(row, source.columns)
         if name == "prompt":
-            return read_open_prompt(row, source.columns, source.tags)
-        return to_example(name, row, source.columns, source.tags)
+            return read_open_prompt(row, source.columns, source.tags, plain=self._plain_texts)
+        return to_example(name, row, source.columns, source.tags, plain=self._plain_texts)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """The tokens of each example, or its error.
@@ -280,7 +285,7 @@ class Encoder:
         return self._encoded(self._jobs(examples))
 
     def _jobs(self, examples: Sequence[Example]) -> list[_EncodeJob | RowError]:
-        if not self._probed and any(not isinstance(example, Text) for example in examples):
+        if not self._probed and not all(map(self._is_plain, examples)):
             self._probed = True
             self._probe(examples)
         with timers_armed():
@@ -289,6 +294,12 @@ class Encoder:
             jobs = self._expanded(jobs, examples, self.pictures)
         self._show([job for job in jobs if isinstance(job, _EncodeJob)])
         return jobs
+
+    def _is_plain(self, example: Example) -> bool:
+        """Whether the chat template is not for an example."""
+        if isinstance(example, OpenPrompt):
+            return self._plain_texts and isinstance(example.prompt, str) and not example.pictures
+        return isinstance(example, Text) or (isinstance(example, Completion) and example.plain)
 
     @staticmethod
     def _expanded(
@@ -478,7 +489,7 @@ class Encoder:
 
     def _prompt_job(self, example: OpenPrompt) -> _EncodeJob:
         """A prompt up to where the answer begins."""
-        if self.template is None:
+        if self.template is None or self._is_plain(example):
             assert isinstance(example.prompt, str)
             return self._plain_job(example.prompt, [], control=self._control_in([example.prompt]))
         prompt = example.prompt
@@ -515,7 +526,8 @@ class Encoder:
             )
         text = example.prompt + example.completion
         answers = None if self._loss_on == "all" else [(len(example.prompt), len(text))]
-        return self._plain_job(text, answers, control=self._control_in([example.prompt, example.completion]))
+        job = self._plain_job(text, answers, control=self._control_in([example.prompt, example.completion]))
+        return replace(job, prompt=example.prompt if self._plain_texts and answers else None)
 
     def _text_job(self, example: Text) -> _EncodeJob:
         if not example.text.strip():
@@ -618,7 +630,7 @@ class Encoder:
         if job.answers is None:
             targets[:] = True
         for number, (first, end) in enumerate(job.answers or [], 1):
-            span = tokens.range(first, end)
+            span = tokens.range(first, end) if job.prompt is None else self._after(job.prompt, job, tokens)
             if span is None:
                 return RowError(
                     "the tokenizer does not map the answer's characters to tokens",
@@ -646,6 +658,19 @@ class Encoder:
             has_control_tokens=job.has_control_tokens,
         )
         return self._checked_features(row, job)
+
+    def _after(self, prompt: str, job: _EncodeJob, tokens: Tokens) -> tuple[int, int]:
+        """Begin and end of the tokens behind those that the prompt has alone, too.
+
+        At its end a prompt may have other tokens alone: "a" and "bc" may be "ab" and "c" together.
+        """
+        if job.escaped:
+            inside = [span for span in job.escaped if span[1] <= len(prompt)]
+            alone = self._texts.with_escaped(prompt, inside, special=True)
+        else:
+            (alone,) = self._texts.encode([prompt], special=True, ranges=False)
+        n = min(len(alone.ids), len(tokens.ids))
+        return _shared(alone.array[:n], tokens.array[:n]), len(tokens.ids)
 
     def _checked_features(self, row: Encoded, job: _EncodeJob) -> Encoded | RowError:
         """The row with its pictures, if any are read; or its error."""

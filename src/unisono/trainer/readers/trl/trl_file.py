@@ -235,16 +235,13 @@ def _data(draft: Draft, trainer: str) -> None:
     choice = {"keep_start": "cut", "keep_end": "keep-answer"}
     if values["truncation_mode"] not in choice:
         draft.refuse("truncation_mode", "rows are cut at one end", "use keep_start or keep_end")
-    draft.put("data.too_long", choice.get(values["truncation_mode"], "cut"), "truncation_mode")
+    ours = choice.get(values["truncation_mode"], "cut") if trainer != "reward" else "drop"
+    draft.put("data.too_long", ours, "truncation_mode")
     draft.put("data.packing", values["packing"] and trainer == "sft", "packing")
     draft.put_if_set("data.template", "chat_template_path")
+    draft.put("data.plain_texts", value=True)
     if trainer == "sft":
         _loss_on(draft)
-    else:
-        draft.warnings.append(
-            "dataset_name: rows whose prompt and answers are text have no chat template in TRL; here they are"
-            " turns of it"
-        )
 
 
 def _sources(draft: Draft, trainer: str) -> list[dict[str, object]]:
