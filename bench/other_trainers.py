@@ -54,7 +54,7 @@ TRL = {
 MARGINS = {"dpo": "rewards/margins", "reward": "margin"}
 """TRL's names of the mean reward of chosen answers less that of rejected ones."""
 ARGUMENTS = (
-    f"--max_steps {STEPS} --per_device_train_batch_size {ROWS} --learning_rate 1e-3 --lr_scheduler_type constant --warmup_steps 0 --max_length 256 --adam_epsilon 1e-4"
+    f"--max_steps {STEPS} --per_device_train_batch_size {ROWS} --lr_scheduler_type constant --warmup_steps 0 --max_length 256 --adam_epsilon 1e-4"
     " --bf16 False --gradient_checkpointing False --logging_steps 1 --report_to none --save_steps 1"
 )
 QUIET = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
@@ -62,12 +62,14 @@ QUIET = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1",
 
 def make_model() -> None:
     """The built-in model in float32, in ./tiny; with a head for reward models in ./tiny-reward."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from unisono.trainer.model.directory import locate_model
 
     source = locate_model("builtin:tiny")
     tokenizer = AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(0)  # of the new head
     heads = {"tiny": (AutoModelForCausalLM, {}), "tiny-reward": (AutoModelForSequenceClassification, {"num_labels": 1})}
     for name, (kind, settings) in heads.items():
         model = kind.from_pretrained(source, dtype="float32", **settings)
@@ -122,8 +124,8 @@ def main() -> int:
             compare(kept, f"axolotl {name}", theirs(f"axolotl-{name}"), train(str(file), f"ours-{name}"))
         for name, (rows_name, override) in TRL.items() if "trl" in programs else ():
             trainer, out = name.split()[0], f"trl-{name.replace(' ', '-')}"
-            model = "tiny-reward" if trainer == "reward" else "tiny"
-            command = f"trl {trainer} --model_name_or_path ./{model} --dataset_name ./{rows_name} --output_dir ./{out} {ARGUMENTS}"
+            model, rate = ("tiny-reward", 1e-4) if trainer == "reward" else ("tiny", 1e-3)
+            command = f"trl {trainer} --model_name_or_path ./{model} --dataset_name ./{rows_name} --output_dir ./{out} --learning_rate {rate} {ARGUMENTS}"
             run([str(programs["trl"]), *shlex.split(command)[1:]])
             run([sys.executable, "-m", "unisono", "init", "--from-trl", command, "--out", f"{out}.yaml"])
             compare(kept, f"trl {name}", theirs(out), train(f"{out}.yaml", f"ours-{out}", override))

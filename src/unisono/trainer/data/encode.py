@@ -324,15 +324,23 @@ class Encoder:
             ]
             for group in grouped(((one, len(one[1].text)) for one in chosen), most=_BATCH_CHARACTERS):
                 texts = self._texts.encode(
-                    [job.text for _, job in group], special=whole, ranges=any(job.answers for _, job in group)
+                    [job.text for _, job in group],
+                    special=whole,
+                    ranges=any(job.answers and job.prompt is None for _, job in group),
                 )
+                prompts = [job.prompt for _, job in group if job.prompt is not None]
+                alone = iter(self._texts.encode(prompts, special=whole, ranges=False))
                 for (i, job), tokens in zip(group, texts, strict=True):
+                    prompt = None if job.prompt is None else next(alone)
+                    if job.prompt is not None and job.escaped:
+                        inside = [span for span in job.escaped if span[1] <= len(job.prompt)]
+                        prompt = self._texts.with_escaped(job.prompt, inside, special=whole)
                     job_tokens = (
                         self._texts.with_escaped(job.text, job.escaped, special=whole)
                         if job.escaped
                         else tokens
                     )
-                    encoded[i] = self._finish(job, job_tokens)
+                    encoded[i] = self._finish(job, job_tokens, prompt)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
     def encode_prompts(self, examples: Sequence[OpenPrompt]) -> list[EncodedUnit | RowError]:
@@ -615,7 +623,8 @@ class Encoder:
         answers, weights = [rendered.answers[i] for i in kept], [rendered.weights[i] for i in kept]
         return _EncodeJob(rendered.text, answers, False, weights=weights, not_rendered=tuple(notes))
 
-    def _finish(self, job: _EncodeJob, tokens: Tokens) -> Encoded | RowError:
+    def _finish(self, job: _EncodeJob, tokens: Tokens, prompt: Tokens | None) -> Encoded | RowError:
+        """The row of a job; `prompt` are the tokens of its prompt alone, if it names one."""
         ids, array = tokens.ids, tokens.array
         eos = self.tokenizer.eos_token_id if job.whole and job.is_closed else None
         if job.is_prompt:
@@ -630,7 +639,7 @@ class Encoder:
         if job.answers is None:
             targets[:] = True
         for number, (first, end) in enumerate(job.answers or [], 1):
-            span = tokens.range(first, end) if job.prompt is None else self._after(job.prompt, job, tokens)
+            span = tokens.range(first, end) if prompt is None else _after(prompt, tokens)
             if span is None:
                 return RowError(
                     "the tokenizer does not map the answer's characters to tokens",
@@ -658,19 +667,6 @@ class Encoder:
             has_control_tokens=job.has_control_tokens,
         )
         return self._checked_features(row, job)
-
-    def _after(self, prompt: str, job: _EncodeJob, tokens: Tokens) -> tuple[int, int]:
-        """Begin and end of the tokens behind those that the prompt has alone, too.
-
-        At its end a prompt may have other tokens alone: "a" and "bc" may be "ab" and "c" together.
-        """
-        if job.escaped:
-            inside = [span for span in job.escaped if span[1] <= len(prompt)]
-            alone = self._texts.with_escaped(prompt, inside, special=True)
-        else:
-            (alone,) = self._texts.encode([prompt], special=True, ranges=False)
-        n = min(len(alone.ids), len(tokens.ids))
-        return _shared(alone.array[:n], tokens.array[:n]), len(tokens.ids)
 
     def _checked_features(self, row: Encoded, job: _EncodeJob) -> Encoded | RowError:
         """The row with its pictures, if any are read; or its error."""
@@ -847,6 +843,15 @@ def _shared(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     """The length of the common beginning of two rows of the same length."""
     different = np.flatnonzero(one != other)
     return int(different[0]) if len(different) else len(one)
+
+
+def _after(prompt: Tokens, tokens: Tokens) -> tuple[int, int]:
+    """Begin and end of the tokens of a text behind those that its prompt has alone, too.
+
+    At its end a prompt may have other tokens alone: "a" and "bc" may be "ab" and "c" together.
+    """
+    n = min(len(prompt.ids), len(tokens.ids))
+    return _shared(prompt.array[:n], tokens.array[:n]), len(tokens.ids)
 
 
 def _contents_of(example: Conversation) -> list[str]:
