@@ -70,7 +70,10 @@ def make_model() -> None:
     source = locate_model("builtin:tiny")
     tokenizer = AutoTokenizer.from_pretrained(source)
     torch.manual_seed(0)  # of the new head
-    heads = {"tiny": (AutoModelForCausalLM, {}), "tiny-reward": (AutoModelForSequenceClassification, {"num_labels": 1})}
+    heads = {
+        "tiny": (AutoModelForCausalLM, {}),
+        "tiny-reward": (AutoModelForSequenceClassification, {"num_labels": 1}),
+    }
     for name, (kind, settings) in heads.items():
         model = kind.from_pretrained(source, dtype="float32", **settings)
         model.config.pad_token_id = tokenizer.pad_token_id

@@ -4,7 +4,7 @@ Run: pytest tests/trainer/data/test_plain_texts.py
 """
 
 from collections.abc import Callable
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from unisono.base.errors import DataError
 from unisono.trainer.config.data_sections import SourceSection
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.data import Completion, Conversation, OpenPrompt, Preference, RowError
+from unisono.trainer.data import Completion, Conversation, Message, OpenPrompt, Preference, RowError
 from unisono.trainer.data.encode import Encoder
 from unisono.trainer.data.formats import FormatName
 from unisono.trainer.data.preference_rows import shared_prompt
@@ -25,7 +25,7 @@ from unisono.trainer.data.tokenizer import load_tokenizer
 TokenizerDir = Callable[..., Path]
 Row = dict[str, Any]
 SOURCE = SourceSection(path="rows.jsonl")
-TURNS = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
+TURNS: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
 _texts = st.text(st.sampled_from("dentist at Tuesday\n"), min_size=1, max_size=20).filter(str.strip)
 
 
@@ -57,7 +57,8 @@ def of_trl(tokenizer: Any, prompt: str, *answers: str) -> list[tuple[list[int], 
     eos = tokenizer.eos_token
     alone = tokenizer(prompt)["input_ids"]
     rows = [tokenizer(prompt + answer + eos * (not answer.endswith(eos)))["input_ids"] for answer in answers]
-    begin = min(len(commonprefix([alone, row])) for row in rows)
+    same = [takewhile(lambda pair: pair[0] == pair[1], zip(alone, row, strict=False)) for row in rows]
+    begin = min(len(list(pairs)) for pairs in same)
     return [(row, row[max(begin, 1) :]) for row in rows]  # nothing predicts the first token
 
 
@@ -172,7 +173,7 @@ def test_a_template_that_no_row_needs_is_not_checked(tokenizer_dir: TokenizerDir
     (row,) = encoder.encode([Completion("how?", "fine", plain=True)])
     assert isinstance(row, Encoded)
     with pytest.raises(DataError, match="leaves the stop token"):
-        encoder.encode([Conversation(TURNS)])  # type: ignore[arg-type]  # dicts
+        encoder.encode([Conversation(TURNS)])
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,7 @@ def _pair(row: RowColumns) -> Preference:
             prompt = shared_prompt(*sides)
             sides = [side[len(prompt) :] for side in sides]
         if isinstance(prompt, str):
-            return Preference(
-                [_completion(row, prompt, *side) for side in zip(sides, _SIDES, strict=True)]
-            )
+            return Preference([_completion(row, prompt, *side) for side in zip(sides, _SIDES, strict=True)])
     before = _as_messages(prompt, row)
     return _with_one_prompt(*(_conversation(row, before, side) for side in _SIDES))
 

@@ -18,7 +18,14 @@ DEFAULTS: dict[str, dict[str, object]] = {
 _LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo")
 _PROMPT_TOKENS = 1024
 """Tokens that are left for a prompt; TRL has no limit."""
-_ABSENT = ("max_length", "truncation_mode", "packing", "completion_only_loss", "assistant_only_loss", "label_smoothing")
+_ABSENT = (
+    "max_length",
+    "truncation_mode",
+    "packing",
+    "completion_only_loss",
+    "assistant_only_loss",
+    "label_smoothing",
+)
 """Keys that these trainers do not have."""
 _THINK = r"(?s)\A<think>(?!.*<think>).*?</think>"
 """The pattern of `trl.rewards.think_format_reward`."""
@@ -43,7 +50,7 @@ def fill_sampled(draft: Draft, trainer: str) -> None:
 
 
 def _batch(draft: Draft) -> None:
-    """`batch.global`, which counts answers over all ranks; a file does not say how many there are."""
+    """`batch.global`, which counts answers over all ranks, whose number a file does not say."""
     values = draft.values
     draft.drop("batch.per_rank", "batch.accumulate")
     answers = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
@@ -53,7 +60,9 @@ def _batch(draft: Draft) -> None:
     )
     if values["use_peft"] and values["lora_dropout"]:
         draft.put("adapter.dropout", 0.0, "lora_dropout")
-        draft.warnings.append("lora_dropout: 0, since answers would have other probabilities than in sampling")
+        draft.warnings.append(
+            "lora_dropout: 0, since answers would have other probabilities than in sampling"
+        )
 
 
 def _rewards(draft: Draft) -> None:
@@ -63,7 +72,9 @@ def _rewards(draft: Draft) -> None:
         rewards.append({"use": "model", "path": model})
     elif model is not None:
         why = "a reward model here is a run with `objective: reward`"
-        draft.refuse("reward_model_name_or_path", why, "train one (`trl reward` is read, too), and name its directory")
+        draft.refuse(
+            "reward_model_name_or_path", why, "train one (`trl reward` is read, too), and name its directory"
+        )
     rewards += [_reward(draft, name) for name in values["reward_funcs"] or []]
     weights = values["reward_weights"]
     if not rewards and model is None:
@@ -138,7 +149,9 @@ def _loss(draft: Draft, trainer: str) -> None:
     elif loss not in _LOSSES:
         draft.refuse("loss_type", f"the losses of grpo here are {', '.join(_LOSSES)}", "use one of these")
     elif is_of_answers and loss != "grpo":
-        draft.refuse("importance_sampling_level", "ratios of answers are those of gspo", "set loss_type: grpo")
+        draft.refuse(
+            "importance_sampling_level", "ratios of answers are those of gspo", "set loss_type: grpo"
+        )
     draft.put("grpo.loss", "gspo" if is_of_answers else loss, "importance_sampling_level", "loss_type")
     low, high = values["epsilon"], values["epsilon_high"]
     high = low if high is None else high
@@ -155,5 +168,7 @@ def _loss(draft: Draft, trainer: str) -> None:
     if has_server and values["vllm_importance_sampling_correction"] and draft.config["rollout"]["steps"] == 1:
         draft.put("grpo.correction", values["vllm_importance_sampling_mode"], "vllm_importance_sampling_mode")
         draft.put(
-            "grpo.correction_cap", values["vllm_importance_sampling_clip_max"], "vllm_importance_sampling_clip_max"
+            "grpo.correction_cap",
+            values["vllm_importance_sampling_clip_max"],
+            "vllm_importance_sampling_clip_max",
         )

@@ -328,11 +328,7 @@ def _adapter(draft: Draft, trainer: str) -> None:
 
 def _losses(draft: Draft, trainer: str) -> None:
     values = draft.values
-    for key in values.given:
-        group = draft.values.table[key].group
-        if group == GROUP or (key in _OF_CPO and trainer != "cpo"):
-            of = "grpo" if group == GROUP else "simpo"
-            draft.refuse(key, f"it is a key of objective {of}", f"remove it, or set objective={of} behind the file")
+    _refuse_of_others(draft, trainer)
     loss = values["loss_type"]
     if isinstance(loss, list) and len(loss) == 1:
         loss = loss[0]
@@ -348,18 +344,31 @@ def _losses(draft: Draft, trainer: str) -> None:
             f"the losses here are nll and dft of sft, {', '.join(_LOSSES)} of dpo",
             "use one of these",
         )
-    if trainer in ("dpo", "kto", "orpo", "cpo"):
+    if trainer not in ("sft", "reward"):
         draft.put("preference.beta", values["beta"], "beta")
-    if trainer == "dpo":
-        draft.put_if_set("preference.label_smoothing", "label_smoothing")
-    if trainer == "kto":
-        for key in _OF_KTO:
-            draft.put_if_set(f"preference.{key}", key)
+    for key in {"dpo": ("label_smoothing",), "kto": _OF_KTO}.get(trainer, ()):
+        draft.put_if_set(f"preference.{key}", key)
+
+
+def _refuse_of_others(draft: Draft, trainer: str) -> None:
+    """Refuses keys of GRPO and SimPO for trainers without them."""
+    for key in draft.values.given:
+        is_sampled = draft.values.table[key].group == GROUP
+        if is_sampled or (key in _OF_CPO and trainer != "cpo"):
+            objective = "grpo" if is_sampled else "simpo"
+            fix = f"remove it, or set objective={objective} behind the file"
+            draft.refuse(key, f"it is a key of objective {objective}", fix)
 
 
 def _simpo(draft: Draft) -> None:
     values = draft.values
     if values["loss_type"] != "simpo":
-        draft.refuse("loss_type", "of cpo only SimPO is available", "set loss_type: simpo, or use dpo or orpo")
+        draft.refuse(
+            "loss_type", "of cpo only SimPO is available", "set loss_type: simpo, or use dpo or orpo"
+        )
     draft.put("preference.gamma", values["simpo_gamma"], "simpo_gamma")
     draft.put("preference.sft_weight", values["cpo_alpha"], "cpo_alpha")
+    if values["cpo_alpha"]:
+        draft.warnings.append(
+            "cpo_alpha: the mean over answers of the cross entropy per token; TRL's mean is over all their tokens"
+        )
