@@ -113,6 +113,7 @@ class RowEncoder(Protocol):
     tokenizer: Any
     stop_ids: set[int]
     warnings: list[str]
+    has_rendered: bool
 
     @property
     def pictures(self) -> PictureStore | None:
@@ -187,6 +188,7 @@ class Encoder:
         template: the chat template; None as long as there is none and no row needed the fallback.
         stop_ids: the tokens that end an answer.
         warnings: warnings for the user, each once.
+        has_rendered: whether a row needed the template.
         pictures: of the rows; None if only text is read.
     """
 
@@ -207,6 +209,7 @@ class Encoder:
     ) -> None:
         self.tokenizer = tokenizer
         self._plain_texts = plain_texts
+        self.has_rendered = False
         self.pictures = pictures
         self._thoughts = thoughts
         self._control = ControlTokens(tokenizer)
@@ -500,6 +503,7 @@ class Encoder:
         if self.template is None or self._is_plain(example):
             assert isinstance(example.prompt, str)
             return self._plain_job(example.prompt, [], control=self._control_in([example.prompt]))
+        self.has_rendered = True
         prompt = example.prompt
         turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         conversation = Conversation(turns, example.tools)
@@ -563,6 +567,7 @@ class Encoder:
 
     def _conversation_job(self, example: Conversation) -> _EncodeJob:
         assert self.template is not None
+        self.has_rendered = True
         control = self._control_in(_contents_of(example))
         escapes = control is not None and self._control_mode == "escape"
         hidden = self._control.hidden(example) if escapes else None
