@@ -63,6 +63,7 @@ def ours(file: TrlFile, key: str) -> Any:
         ({"bf16": False}, "model.dtype", "float32"),
         ({"gradient_checkpointing": False}, "memory.gradient_checkpointing", False),
         ({}, "memory.gradient_checkpointing", True),
+        ({"activation_checkpointing": False}, "memory.gradient_checkpointing", False),
         ({"loss_type": "dft"}, "optim.loss_weight", "dft"),
         ({"beta": 0.2}, "objective", "dpo"),
         ({"beta": 0.2, "loss_type": "ipo"}, "preference.loss", "ipo"),

@@ -191,7 +191,9 @@ def _fill(draft: Draft, trainer: str) -> None:
     _adapter(draft, trainer)
     fill_trainer(draft)
     values = draft.values
-    draft.put("memory.gradient_checkpointing", values["gradient_checkpointing"], "gradient_checkpointing")
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    given = [values[name] for name in names if values[name] is not None]
+    draft.put("memory.gradient_checkpointing", given[0], *names)
     draft.put("output_dir", values["output_dir"] or "trainer_output", "output_dir")
     draft.problems = [p for p in draft.problems if p.what != "the key `output_dir` is missing"]
     if trainer in SAMPLED:
@@ -352,7 +354,9 @@ def _losses(draft: Draft, trainer: str) -> None:
 
 def _refuse_of_others(draft: Draft, trainer: str) -> None:
     """Refuses keys of GRPO and SimPO for trainers without them."""
-    for key in draft.values.given:
+    if trainer in ("orpo", "cpo"):
+        draft.ignore("max_completion_length", "of encoder-decoder models")
+    for key in set(draft.values.given) - set(draft.fates):
         is_sampled = draft.values.table[key].group == GROUP
         if is_sampled or (key in _OF_CPO and trainer != "cpo"):
             objective = "grpo" if is_sampled else "simpo"
