@@ -19,11 +19,7 @@ _LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo")
 _PROMPT_TOKENS = 1024
 """Tokens that are left for a prompt; TRL has no limit."""
 _ABSENT = (
-    "max_length",
-    "truncation_mode",
-    "packing",
-    "completion_only_loss",
-    "assistant_only_loss",
+    *("max_length", "truncation_mode", "packing", "completion_only_loss", "assistant_only_loss"),
     "label_smoothing",
 )
 """Keys that these trainers do not have."""
@@ -45,8 +41,8 @@ def fill_sampled(draft: Draft, trainer: str) -> None:
         draft.warnings.append(
             "beta: TRL takes the divergence from the rewards; here it is a term of the loss"
         )
-    kept = "mask" if values["mask_truncated_completions"] else "keep"
-    draft.put("grpo.truncated", kept, "mask_truncated_completions")
+    masks = values["mask_truncated_completions"]
+    draft.put("grpo.truncated", "mask" if masks else "keep", "mask_truncated_completions")
 
 
 def _batch(draft: Draft) -> None:
@@ -71,10 +67,11 @@ def _rewards(draft: Draft) -> None:
     if model is not None and (Path(model) / "plan.json").is_file():
         rewards.append({"use": "model", "path": model})
     elif model is not None:
-        why = "a reward model here is a run with `objective: reward`"
-        draft.refuse(
-            "reward_model_name_or_path", why, "train one (`trl reward` is read, too), and name its directory"
+        why, fix = (
+            "a reward model here is a run with `objective: reward`",
+            "train one, and name its directory",
         )
+        draft.refuse("reward_model_name_or_path", why, fix)
     rewards += [_reward(draft, name) for name in values["reward_funcs"] or []]
     weights = values["reward_weights"]
     if not rewards and model is None:
@@ -166,9 +163,6 @@ def _loss(draft: Draft, trainer: str) -> None:
         draft.put("grpo.scale", {"true": "group", "false": "none"}.get(scale, scale), "scale_rewards")
     has_server = draft.config["rollout"].get("engine") == "vllm"
     if has_server and values["vllm_importance_sampling_correction"] and draft.config["rollout"]["steps"] == 1:
-        draft.put("grpo.correction", values["vllm_importance_sampling_mode"], "vllm_importance_sampling_mode")
-        draft.put(
-            "grpo.correction_cap",
-            values["vllm_importance_sampling_clip_max"],
-            "vllm_importance_sampling_clip_max",
-        )
+        for ours, key in (("correction", "mode"), ("correction_cap", "clip_max")):
+            name = f"vllm_importance_sampling_{key}"
+            draft.put(f"grpo.{ours}", values[name], name)

@@ -24,25 +24,11 @@ from unisono.trainer.readers.trl.trl_keys import KEYS, PAGE, TOOL, WITH_DEFAULTS
 
 _MARKS = {
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
-    *(
-        "datasets",
-        "use_peft",
-        "lora_r",
-        "lora_target_modules",
-        "attn_implementation",
-        "assistant_only_loss",
-        "dtype",
-    ),
+    *("datasets", "use_peft", "lora_r", "lora_target_modules", "attn_implementation", "assistant_only_loss"),
+    "dtype",
 }
 _NEVER = {
-    "stage",
-    "finetuning_type",
-    "template",
-    "cutoff_len",
-    "dataset_dir",
-    "do_train",
-    "data",
-    "model",
+    *("stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "do_train", "data", "model"),
     "base_model",
 }
 _RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(("dpo", "kto", "orpo", "cpo", *SAMPLED), 1e-6)}
@@ -52,11 +38,7 @@ _OF_CPO = ("cpo_alpha", "simpo_gamma")
 _LOSSES = ("sigmoid", "hinge", "ipo")
 _OF_KTO = ("desirable_weight", "undesirable_weight")
 _OF_DPO = (
-    "beta",
-    "label_smoothing",
-    "loss_type",
-    "precompute_ref_log_probs",
-    "sync_ref_model",
+    *("beta", "label_smoothing", "loss_type", "precompute_ref_log_probs", "sync_ref_model"),
     "f_divergence_type",
 )
 
