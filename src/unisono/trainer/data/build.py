@@ -117,7 +117,9 @@ def build_table(
         ledger.write(directory / "ledger.json")
     notes.unlink()
     template = encoder.template
-    is_plain = template is None or (config.data.plain_texts and not encoder.has_rendered)
+    origin = "none: rows are plain text"
+    if template is not None and (encoder.has_rendered or not config.data.plain_texts):
+        origin = template.origin
     if template is not None:
         (directory / "template.jinja").write_text(template.source(), encoding="utf-8")
     pictures = encoder.pictures
@@ -137,7 +139,7 @@ def build_table(
         "stop_ids": sorted(encoder.stop_ids),
         "absent_tokens": encoder.absent_tokens,
         "eos": encoder.tokenizer.eos_token_id,
-        "template": "none: rows are plain text" if is_plain else template.origin,
+        "template": origin,
     }
     write_meta(directory, meta, files=list(intake.files.items()))
 
