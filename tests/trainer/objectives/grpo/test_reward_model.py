@@ -339,8 +339,8 @@ def test_a_reward_model_of_texts_reads_texts_as_its_rows(
     pairs = [{"prompt": "say 1 ", "chosen": answer, "rejected": "no"} for answer in answers]
     values = rated(judge, "say 1 ", *answers)
     assert values == pytest.approx([row["rewards_chosen"] for row in evaluated(judge, tmp_path, pairs)])
-    turn = [{"role": "user", "content": "say 1 "}]
-    rendered = rated(judge, turn, *([{"role": "assistant", "content": answer}] for answer in answers))
+    turns: list[Text] = [[{"role": "assistant", "content": answer}] for answer in answers]
+    rendered = rated(judge, [{"role": "user", "content": "say 1 "}], *turns)
     assert rendered != pytest.approx(values, abs=1e-5)
     with torch.random.fork_rng():
         opened = open_requested(RequestedModel(str(judge)), Listening(), answers=False)
