@@ -114,6 +114,13 @@ def test_whole_texts_have_the_tokens_of_trl(tokenizer_dir: TokenizerDir) -> None
     )
 
 
+def test_an_empty_prompt_is_one(tokenizer_dir: TokenizerDir) -> None:
+    encoder = encoder_of(tokenizer_dir, loss_on="last-answer")
+    row = {"prompt": "", "chosen": "there you are", "rejected": "there I am"}
+    wanted = of_trl(encoder.tokenizer, "", "there you are", "there I am")
+    assert list(map(trained, encoded(encoder, "preference", row))) == wanted
+
+
 def test_a_reward_model_reads_whole_texts_to_their_end_of_sequence(tokenizer_dir: TokenizerDir) -> None:
     encoder = encoder_of(tokenizer_dir, loss_on="last-answer", end_at_stop=False)
     texts = ["how are you? fine", "how are you? I am there"]

@@ -112,7 +112,7 @@ def _pair(row: RowColumns) -> Preference:
     prompt = _prompt(row)
     if all(isinstance(row.get(side), str) for side in _SIDES):
         sides = [row.text(side) for side in _SIDES]
-        if row.plain and not prompt:
+        if row.plain and prompt == []:
             prompt = shared_prompt(*sides)
             sides = [side[len(prompt) :] for side in sides]
         if isinstance(prompt, str):
