@@ -1,5 +1,5 @@
-"""Sends messages from a rank or a task to its front, one JSON object per line on a pipe; and the
-content of the message `crashed`.
+"""Sends messages from a rank or a task to its front, one JSON object per line on a pipe, and makes
+the content of the message `crashed`.
 
 `base.messages` lists their kinds.
 """
