@@ -28,8 +28,8 @@ def agreement_page(t: Translate, language: str) -> list[str]:
     """What nodes and ranks must have in common."""
     lines = [
         f"# {t('What nodes and ranks agree on before a run')}", "",
-        t("The checks run in this order, before anything is trained; `agreement.json` has the result of each: pass, warn, fail or unknown."
-          " Nodes or ranks that differ from a strict majority are blamed; on a tie nobody is blamed, and both values are shown."),
+        t("The checks run in this order, before anything is trained. `agreement.json` lists the result of each: pass, warn, fail or unknown."
+          " Nodes or ranks that differ from a strict majority are blamed. On a tie nobody is blamed, and both values are shown."),
     ]  # fmt: skip
     for title, rules in _STAGES.items():
         rows = [_rule(rule, t, language) for rule in rules.values()]
@@ -37,9 +37,9 @@ def agreement_page(t: Translate, language: str) -> list[str]:
             *heading(title, language),
             *table(["check", "what", "requirement", "otherwise", "cause"], rows, language),
         ]
-    lines += [*heading("Versions", language), t("All other packages may differ, with a warning."), ""]
+    lines += [*heading("Versions", language), t("If any other package differs, there is only a warning."), ""]
     rows = [[f"`{rule.package}`", word(rule.part, language), t(rule.why)] for rule in VERSION_RULES.values()]
-    lines += table(["package", "must be equal in its", "why"], rows, language)
+    lines += table(["package", "must match", "why"], rows, language)
     lines += [
         *heading("Environment variables", language),
         t("The group of [each variable](variables.md) applies, with these exceptions:"),
@@ -54,7 +54,7 @@ def agreement_page(t: Translate, language: str) -> list[str]:
     )
     lines += [
         *heading("Suspicious settings", language),
-        t("Reported with a warning, independent of the other nodes."),
+        t("These settings cause a warning, whatever the other nodes have."),
         "",
     ]
     rows = [
@@ -100,9 +100,9 @@ def doctor_page(t: Translate, language: str) -> list[str]:
     """What doctor looks at."""
     lines = [
         f"# {t('What doctor checks')}", "",
-        t("`unisono doctor` runs the checks of the machine, `unisono doctor CONFIG` also those of a run, `--nodes` those between nodes. How to use it:"
-          " [check the machine before a run](../how-to/doctor.md). The result of a check is pass, warn, fail or unknown; the exit code is 6 if one fails,"
-          " with `--strict` also if one warns or is unknown."),
+        t("`unisono doctor` checks the machine, `unisono doctor CONFIG` also checks whether it suits the run, and `--nodes` also checks the connections between nodes. How to use it:"
+          " [check the machine before a run](../how-to/doctor.md). The result of a check is pass, warn, fail or unknown. The exit code is 6 if a check fails;"
+          " with `--strict` also if a check warns or is unknown."),
     ]  # fmt: skip
     for area, title in AREAS.items():
         checks = [check for check in CHECKS if check.area == area]
@@ -140,8 +140,8 @@ def variables_page(t: Translate, language: str) -> list[str]:
     """The environment variables."""
     lines = [
         f"# {t('Environment variables')}", "",
-        t("Environment variables and their effect in distributed training. `unisono explain VARIABLE` shows the same."), "",
-        t("On one device unisono needs none of them, and reports those that it ignores."),
+        t("This page lists environment variables and their effect in distributed training. `unisono explain VARIABLE` shows the same text."), "",
+        t("On one device unisono needs none of them, and reports the variables that it ignores."),
     ]  # fmt: skip
     for group, meaning in GROUP_MEANING.items():
         rows = [_variable(variable, t, language) for variable in VARIABLES if variable.group == group]

@@ -64,28 +64,28 @@ def memory_page(t: Translate, language: str) -> list[str]:
     packed = f"{packed_bytes(facts('8 B', 'QLoRA')):.4f}"
     return [
         f"# {t('Memory estimate')}", "",
-        t("How `unisono train` and `--dry-run` estimate the memory of a rank before anything starts. The trial of the largest batch before step 1"
-          " measures it."),
+        t("This page describes how `unisono train` and `--dry-run` estimate the memory of a rank before anything starts."
+          " The trial of the largest batch before step 1 measures the real value."),
         *heading("The formula", language),
         *_formula(formula, t), "",
-        t("`packed_bytes` of nf4 and fp4 are 0.5 + (1 + 4 / 256) / 64 = {packed} with `model.quantize_double`, else 0.5 + 4 / 64 = 0.5625;"
-          " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size,"
-          " of fp8, MXFP4 and compressed-tensors those of their weights and scales.").format(packed=packed),
+        t("`packed_bytes`: 0.5 + (1 + 4 / 256) / 64 = {packed} for nf4 and fp4 with `model.quantize_double`, 0.5 + 4 / 64 = 0.5625 without it;"
+          " 1 + 4 / hidden for int8; bits / 8 + 3 / group size for files of GPTQ and AWQ;"
+          " the bytes of weights and scales for fp8, MXFP4 and compressed-tensors.").format(packed=packed),
         *heading("Which device for which model", language),
-        t("GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {share}. One row of {tokens}"
-          " tokens at once, gradient checkpointing, bfloat16; LoRA with rank {rank} on all linear layers; QLoRA: the same with `model.quantize: nf4`; compact: `optim.state_dtype: bfloat16`."
-          " Eight devices: fsdp. With the fast layers.").format(share=f"{SHARE:.0%}", tokens=f"{TOKENS:,}", rank=RANK), "",
+        t("The table shows GB for one device, and in brackets the smallest usual device of which at most {share} is used. A micro batch is one row of {tokens}"
+          " tokens, with gradient checkpointing, bfloat16 and the fast layers. LoRA has rank {rank} on all linear layers. QLoRA is LoRA with `model.quantize: nf4`."
+          " Compact means `optim.state_dtype: bfloat16`. Eight devices use fsdp.").format(share=f"{SHARE:.0%}", tokens=f"{TOKENS:,}", rank=RANK), "",
         *_table(language), "",
-        t("No row of this table was measured on a GPU. On one H100, LoRA without gradient checkpointing took 18.6 GB where 19.8 are estimated at"
-          " 1 B parameters (16 × 1,024 tokens at once), and 32.2 where 32.2 are at 8 B (4 × 1,024). The estimate of these activations was made afterwards, from what"
-          " the code keeps, and not from these two figures. Full fine-tuning was not measured on a GPU."), "",
-        t("Below 1 B parameters a GPU's steps are CUDA graphs if their memory, that of a step once more, is free"
-          " ([decision 33]({decision})). The estimate does not count it: without that memory a run trains as well, only slower.").format(decision=f"{'../' if language == 'zh' else ''}../decisions/0033-cuda-graphs.md"), "",
-        t("The plan counts on the fast layers if every rank has an NVIDIA GPU, Triton, a C compiler and Python's headers, the weights are those of an MLP with"
-          " SwiGLU without bias, and the adapter is plain: no DoRA, no dropout, no `modules_to_save`. If nodes differ, it counts without them. Where a rank finds"
-          " that it cannot use them after all (the `ready` event has the reason), the trial of the largest batch shows whether memory suffices nevertheless;"
-          " if not, the run ends before step 1, and the message names the reason and the settings that save memory."), "",
-        t("To see the estimate for a model without its weights: `unisono train CONFIG --dry-run model.weights=random`."),
+        t("No row of this table was measured on a GPU. On one H100, LoRA without gradient checkpointing took 18.6 GB at 1 B parameters"
+          " (16 × 1,024 tokens at once; estimate: 19.8) and 32.2 GB at 8 B (4 × 1,024; estimate: 32.2). The estimate of these activations was made afterwards,"
+          " but from the code, not from these two figures. Full fine-tuning was not measured on a GPU."), "",
+        t("Below 1 B parameters, steps on a GPU run as CUDA graphs if there is free memory for a second step"
+          " ([decision 33]({decision})). The estimate does not include this memory, because a run also trains without it, only slower.").format(decision=f"{'../' if language == 'zh' else ''}../decisions/0033-cuda-graphs.md"), "",
+        t("The plan assumes the fast layers if every rank has an NVIDIA GPU, Triton, a C compiler and Python's headers, the MLPs are SwiGLU without bias,"
+          " and the adapter has no DoRA, no dropout and no `modules_to_save`. If nodes differ, it assumes the usual layers. If a rank then cannot use"
+          " the fast layers (the `ready` event has the reason), the trial of the largest batch shows whether memory suffices anyway;"
+          " if not, the run ends before step 1, and the message shows the reason and the settings that save memory."), "",
+        t("`unisono train CONFIG --dry-run model.weights=random` shows the estimate for a model without its weights."),
     ]  # fmt: skip
 
 

@@ -38,23 +38,23 @@ def models_page(t: Translate, language: str) -> list[str]:
     )
     return [
         f"# {t('Model architectures')}", "",
-        t("Every architecture that transformers can load as a causal language model, "
-          "tried with two layers of random weights and three training steps on a CPU, in float32."
-          " Types of encoders are tried as decoders, with `is_decoder: true`."), "",
+        t("This page lists every architecture that transformers can load as a causal language model. "
+          "Each was tried with two layers of random weights and three training steps on a CPU, in float32."
+          " Encoders were tried as decoders, with `is_decoder: true`."), "",
         f"- {t('number of architectures')}: {len(types)} ({versions})",
         f"- {t('trained with LoRA and with full fine-tuning')}: {trained(types)}",
         f"- {t('yes in each column')}: {counts}", "",
         t("✓: yes. A number: refused before the first step, for the reason with this number below the table."), "",
         "- *LoRA*: "
-        + t("an adapter on all linear layers and experts (`all-linear`); *adapted*: how many weights have one"),
-        f"- *{word('full', language)}*: {t('the losses equal those of transformers with each row alone, to 1e-5')}",
+        + t("an adapter on all linear layers and experts (`all-linear`); *adapted*: the number of adapted weights"),
+        f"- *{word('full', language)}*: {t('the losses equal the losses of transformers with each row alone, to 1e-5')}",
         f"- *{word('packed', language)}*: "
-        + t("so they are with packed rows; ▭: rows are padded instead, as they would influence each other"),
-        f"- *{word('2 ranks', language)}*: {t('two processes have the losses of one, to 1e-5')}",
+        + t("the same with packed rows; ▭: rows are padded instead, because they would influence each other"),
+        f"- *{word('2 ranks', language)}*: {t('two processes give the losses of one, to 1e-5')}",
         f"- *{word('generate', language)}*: {t('`unisono generate` answers with the adapter')}",
         f"- *{word('merge', language)}*: "
-        + t("`unisono export --merge` is base plus adapter in plain transformers, to 1e-5 of the spread of"
-            " logits, with the tensors of the original"),
+        + t("in transformers, the result of `unisono export --merge` equals base plus adapter, to 1e-5 of the"
+            " spread of logits, and has the same tensors as the original"),
         f"- *GGUF*: {t('`unisono export --format gguf` writes it')}",
         f"- *nf4*: {t('LoRA on weights in 4 bits')}", "",
         *table(["model type", "class", "adapted", *_HEADS], rows, language),

@@ -12,7 +12,7 @@ from typing import Any
 Translate = Callable[[str], str]
 _CHINESE = {
     # heads of tables
-    "check": "检查项", "what": "比较内容", "requirement": "要求", "otherwise": "否则", "cause": "原因", "package": "软件包", "must be equal in its": "必须相同的部分", "why": "理由",
+    "check": "检查项", "what": "比较内容", "requirement": "要求", "otherwise": "否则", "cause": "原因", "package": "软件包", "must match": "必须相同的部分", "why": "理由",
     "variable": "变量", "may differ, because": "可以不同的理由", "problem": "问题", "instead": "改为", "from": "起始版本", "up to (exclusive)": "截止版本（不含）", "fix": "解决办法",
     "source": "来源", "meaning": "含义", "suspicious": "可疑的值", "related causes": "相关原因", "key": "键", "default": "默认值", "handling": "处理方式", "note": "说明", "model": "模型",
     "name": "名称", "type": "类型", ": ": "：",

@@ -38,7 +38,7 @@ def llamafactory_page(t: Translate, language: str) -> list[str]:
     """Every key of a LLaMA-Factory file, and what it becomes."""
     lines = [
         f"# {t('LLaMA-Factory keys')}", "",
-        t("Every key of LLaMA-Factory 0.9.5, and of Hugging Face's TrainingArguments that it takes, with its default there and what unisono does with it."
+        t("This page lists every key of LLaMA-Factory 0.9.5, and every key of Hugging Face's TrainingArguments that it takes, with its default and how unisono handles it."
           " How to use it: [from LLaMA-Factory](../how-to/from-llamafactory.md)."), "",
         *_handling(KEYS.values(), t, language), "",
         t("A refused key is accepted at its default. For an unknown key, the error shows the nearest known one. "
@@ -49,7 +49,7 @@ def llamafactory_page(t: Translate, language: str) -> list[str]:
         lines += [*heading(GROUP_TITLES[group], language), *table(_HEAD, rows, language)]
     lines += [
         *heading("Environment variables", language),
-        t("Variables that LLaMA-Factory's launcher reads, and how unisono handles them."),
+        t("The table lists the variables that LLaMA-Factory's launcher reads, and how unisono handles them."),
         "",
     ]
     lines += table(
@@ -66,10 +66,10 @@ def sd_scripts_page(t: Translate, language: str) -> list[str]:
     keys = SD_SCRIPTS_KEYS.values()
     lines = [
         f"# {t('Keys of sd-scripts and LoRA-Scripts')}", "",
-        t("Every key of a configuration of sd-scripts (train_network.py), as LoRA-Scripts writes it to a TOML file, with its default there and what unisono"
-          " does with it. How to use it: [from LoRA-Scripts](../how-to/from-lora-scripts.md)."), "",
+        t("This page lists every key of sd-scripts' train_network.py, as LoRA-Scripts writes it to a TOML file, with its default and how unisono"
+          " handles it. How to use it: [from LoRA-Scripts](../how-to/from-lora-scripts.md)."), "",
         *_handling(keys, t, language), "",
-        t("A refused key is accepted at its default. FLUX, Stable Diffusion 3 and modules of LyCORIS are refused with one sentence."),
+        t("A refused key is accepted at its default. FLUX, Stable Diffusion 3 and LyCORIS modules are refused."),
     ]  # fmt: skip
     for group in dict.fromkeys(key.group for key in keys):
         rows = [_row(key, t, language) for key in keys if key.group == group]
@@ -80,7 +80,7 @@ def sd_scripts_page(t: Translate, language: str) -> list[str]:
 def axolotl_page(t: Translate, language: str) -> list[str]:
     """Every key of an axolotl file, and what it becomes."""
     introduction = (
-        "Every key of axolotl 0.17, with its default there and what unisono does with it."
+        "This page lists every key of axolotl 0.17, with its default and how unisono handles it."
         " How to use it: [from axolotl](../how-to/from-axolotl.md)."
     )
     return _plain_page("axolotl keys", introduction, AXOLOTL_KEYS.values(), t, language)
@@ -89,8 +89,8 @@ def axolotl_page(t: Translate, language: str) -> list[str]:
 def trl_page(t: Translate, language: str) -> list[str]:
     """Every key of TRL's trainers, and what it becomes."""
     introduction = (
-        "Every key of TRL 1.16 for SFT, DPO, KTO, reward models, GRPO, RLOO, ORPO and SimPO, with its default there and what unisono does"
-        " with it. Those of Hugging Face's TrainingArguments are on the page of"
+        "This page lists every key of TRL 1.16 for SFT, DPO, KTO, reward models, GRPO, RLOO, ORPO and SimPO, with its"
+        " default and how unisono handles it. The keys of Hugging Face's TrainingArguments are on the page of"
         " [LLaMA-Factory's keys](llamafactory.md). How to use it: [from TRL](../how-to/from-trl.md)."
     )
     return _plain_page("TRL keys", introduction, TRL_KEYS.values(), t, language)

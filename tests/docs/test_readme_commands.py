@@ -116,7 +116,7 @@ def test_every_command_works_after_the_lines_of_installation(tmp_path: Path) -> 
             assert answer.strip() in reader.type(command, "timer fifty minutes\n/quit\n")
         elif words[1] == "serve":
             reader.serve(command, "/v1/models")
-        elif words[1] == "board":
+        elif words[1] in ("board", "studio"):
             reader.serve(command)
         elif words[1] == "diagnose":
             assert "[cuda_oom]" in reader.type(command)

@@ -1,5 +1,5 @@
-"""Sending messages from a rank or a task to its front, one JSON object a line on a pipe, and what
-the message `crashed` says.
+"""Sends messages from a rank or a task to its front, one JSON object per line on a pipe, and makes
+the content of the message `crashed`.
 
 `base.messages` lists their kinds.
 """

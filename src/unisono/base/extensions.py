@@ -1,4 +1,4 @@
-"""Parts of other installed packages, by their entry points."""
+"""Extensions that other installed packages provide through their entry points."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Files fetched over HTTP from hosts that somebody has named, and from no others. Needs h11."""
+"""Fetches files over HTTP, only from hosts that the user has listed. Needs h11."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""The packages of the trainer, which `pip install 'unisono[train]'` installs, and the refusal
-where one is missing.
+"""The packages of the trainer, which `pip install 'unisono[train]'` installs, and the error if one
+is missing.
 
 `pip install unisono` alone brings the guard and the fronts, so that it changes no package of an
 environment that another trainer owns.

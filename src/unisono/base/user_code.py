@@ -1,4 +1,4 @@
-"""Code of the user's own, as configs name it: `FILE.py:CLASS`, or a model repository's code."""
+"""The user's code that a config refers to: `FILE.py:CLASS`, or a model repository's code."""
 
 import sys
 from collections.abc import Sequence

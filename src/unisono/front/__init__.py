@@ -1,1 +1,1 @@
-"""What people and programs talk to: commands, the API, doctor, drills, board and server."""
+"""The interfaces for people and programs: commands, the API, doctor, drills, board and servers."""

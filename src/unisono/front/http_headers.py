@@ -1,4 +1,4 @@
-"""Names of hosts, and those in the Origin headers of requests."""
+"""Names of hosts, also in the Origin headers of requests."""
 
 from urllib.parse import urlsplit
 

@@ -1,1 +1,1 @@
-"""Nodes agree, ranks are watched, failures get their cause: in training and in any program."""
+"""Compares nodes, watches ranks, finds causes of failures: in training and in any program."""

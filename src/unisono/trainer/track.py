@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard, Weights & Biases and SwanLab, as the config asks for them."""
+"""Writes metrics to TensorBoard, Weights & Biases and SwanLab if the config requests it."""
 
 import importlib
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""The catalogue of causes: what can be wrong with a job, how it shows, and how it is fixed; and the
-types of a verdict.
+"""The catalogue of causes: what can go wrong in a job, its symptoms, and its fix; and the types of
+a verdict.
 
 Ids are stable; texts are for people.
 """

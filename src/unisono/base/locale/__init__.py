@@ -1,5 +1,5 @@
-"""What the program shows, in Chinese: printed lines are matched with the texts of the catalogue,
-their values inserted into the translation.
+"""Shows output in Chinese: printed lines are matched with the texts of the catalogue, and their
+values are inserted into the translation.
 
 The sources are English, and so are files, logs and JSON. A text travels between processes and nodes
 as it is; only the last moment, where a front prints for a person, translates it

@@ -1,5 +1,5 @@
-"""The Python interface: `unisono.train` and its neighbours, each through a front that runs as a
-process of its own.
+"""The Python interface: `unisono.train` and similar functions, each of which starts a front in a
+separate process.
 
 `unisono` itself names what is public, and imports it on first use. Here is how a run
 ended; nothing in this room imports torch but `loading`.

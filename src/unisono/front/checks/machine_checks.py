@@ -247,7 +247,7 @@ CORE_DUMPS = DoctorCheck(
 CLOCK = DoctorCheck(
     "system.clock",
     "clock",
-    "with a wrong clock certificates are rejected, files seem to be from the future, and torchrun's"
+    "with a wrong clock, certificates are rejected, files seem to be from the future, and torchrun's"
     " rendezvous considers live nodes dead; unisono itself compares no clocks",
     "Fails if the clock is earlier than the day on which unisono was installed; warns if the kernel reports"
     " that no time service synchronizes it.",

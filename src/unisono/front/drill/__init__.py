@@ -1,3 +1,3 @@
-"""Fire drills: injects each fault into a tiny real run on this machine, and compares the verdict
-with the expected one.
+"""Drills: injects each fault into a tiny real run on this machine, and compares the verdict with
+the expected one.
 """

@@ -87,12 +87,12 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Held by the head while it runs."""
+        """The lock that the head holds while it runs."""
         return self.root / "run.lock"
 
     @property
     def bringing(self) -> Path:
-        """Only while a run is copied here.
+        """Exists only while a run is copied here.
 
         With it and without a plan, the directory is a partial copy.
         """

@@ -1,5 +1,4 @@
-"""Families of models: what a run does in another way with an image model than with a language
-model.
+"""Families of models: how a run with an image model differs from a run with a language model.
 
 A family is a folder with the modules of `family`, imported when they are needed: training of text
 never loads those of image models. What plan and fronts know of a family is in `plan.families`.

@@ -53,42 +53,48 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
-    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its
-      matrices, and the matrices × `packed_bytes`. With quantized embeddings those outside × (1 + 4
-      / hidden). Nothing with full fine-tuning in float32: the trained copy is the weight.
-    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all
-      float32; × 12 with moments in bfloat16. An adapter trains r × (in + out) values for each
-      matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a
-      layer's matrix that is trained itself: its gradient stays in bfloat16 until its update.
-    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 ×
-      hidden more with an adapter, and in bfloat16 on a GPU; and on a CPU attention probabilities of
-      half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
-      hidden values for each layer, without an adapter in float32.
-    - weights of experts that an adapter changes: their sums with the adapter, for all layers, or
-      one with gradient checkpointing, or if they are quantized; and the gradient of one layer's.
-    - losses of routers: for each token and expert of every layer the logit in `dtype`, its copy and
-      its probability in float32, with gradient checkpointing, too.
-    - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
-      × intermediate + 7 × r values, where attention is the width of queries and keys together;
-      without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
-      adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 ×
-      hidden + 2 × intermediate for gradients of the layer whose backward runs.
-    - vision part: pixels in float32. If it is not trained, it computes one picture after the other,
-      without gradients: 6 × hidden + 2 × intermediate values of `dtype` for each patch of the
-      largest picture. If it is trained, for each patch of a micro batch what a layer of the decoder
-      keeps for a token.
-    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
-      tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
-    - of an image model a token is a position of the latents, and activations are those of its UNet
+    - weights: parameters × bytes of `dtype`. In a quantized model, parameters in matrices take
+      `packed_bytes` instead; with quantized embeddings, the others take 1 + 4 / hidden bytes. Full
+      fine-tuning in float32 adds nothing, because the trained copy is the weight.
+    - trainable: trained values × 16 bytes, for the value, its gradient and two moments of AdamW in
+      float32; × 12 with moments in bfloat16. An adapter trains r × (in + out) values of each
+      matrix. In bfloat16, with one rank and one micro batch per step, full fine-tuning takes 14
+      bytes for a value of a layer's matrix, because its gradient stays in bfloat16 until its
+      update.
+    - activations: 10 × hidden + 4 × intermediate values of `dtype` for each token and layer. An
+      adapter, or bfloat16 on a GPU, adds 6 × hidden values. On a CPU, attention probabilities of
+      half a row are added for each 64 hidden values. With gradient checkpointing, only the
+      activations of one layer count, and the hidden values of each layer, in float32 for full
+      fine-tuning.
+    - weights of experts that an adapter changes: their sums with the adapter for all layers, or for
+      one layer with gradient checkpointing or quantized experts; and the gradient of one layer's
+      sums.
+    - losses of routers: for each token and each expert of every layer, the logit in `dtype`, and
+      its copy and its probability in float32, also with gradient checkpointing.
+    - with the fast layers on a GPU, activations are instead 4 × hidden + 2 × attention + 2 ×
+      intermediate + 7 × r values for each token and layer, where attention is the width of queries
+      and keys together. Without an adapter, 6 × hidden replaces 4 × hidden. Norms of heads add
+      attention once, or three times without an adapter. If 3 × r is not a multiple of 8, copies add
+      1.5 × attention. The gradients of the layer whose backward runs add 4 × hidden + 2 ×
+      intermediate once.
+    - vision part: its pixels in float32. A vision part that is not trained computes one picture at
+      a time, without gradients: 6 × hidden + 2 × intermediate values of `dtype` for each patch of
+      the largest picture. A trained vision part keeps as many values for each patch of a micro
+      batch as a layer of the decoder keeps for a token.
+    - loss head: 2 × hidden values of `dtype` for each token, and twice the float32 logits of 128
+      tokens; on a GPU twice 2²⁷ logits in `dtype`, or all logits if there are fewer.
+    - image models: a token is a position of the latents, and activations are counted for the UNet
       (`plan.families`).
     - dequantized: the largest matrix of a quantized model in `dtype`, and the experts of one layer
       unless their sums are counted.
-    - other models: reward models, and parameters × bytes of `dtype` for a copy of the start.
-    - shards: weights and trainable are divided by the ranks, but not the scales of quantized
-      weights. Embedding, head and what reads pictures are whole during a step, and two layers, or
-      the last layers of up to 64 MiB if that is more. With an adapter embedding, head, what reads
-      pictures and the last layers of up to 64 MiB are not divided, and two of the other layers are
-      whole. A rank that samples answers has all layers whole meanwhile.
+    - other models: reward models, and parameters × bytes of `dtype` for a copy of the starting
+      weights.
+    - shards: weights and trainable are divided by the number of ranks, except for the scales of
+      quantized weights. Embedding, head and the parts that read pictures are whole during a step;
+      so are two layers, or the last layers of up to 64 MiB if these are larger. With an adapter,
+      embedding, head, the parts that read pictures and the last layers of up to 64 MiB are not
+      divided, and two of the other layers are whole. All layers are whole while a rank samples
+      answers.
 
     Args:
         model: the model's figures.

@@ -1,5 +1,5 @@
-"""Reads configs of other tools, with the encoders of their templates; a config of ours enters none
-of it.
+"""Reads configs of other tools, with the encoders of their templates; unisono's own configs do not
+pass through it.
 
 A process that encodes rows or prompts calls `register_templates` at its start.
 """

@@ -380,7 +380,7 @@ def _extent(draft: Draft) -> None:
     values = draft.values
     if (values["max_steps"] or 0) > 0:
         draft.put("duration", f"{values['max_steps']} steps", "max_steps")
-        draft.ignore("num_epochs", "max_steps wins")
+        draft.ignore("num_epochs", "max_steps takes precedence")
     else:
         draft.put("duration", f"{values['num_epochs']:g} epochs", "num_epochs")
     each = values["micro_batch_size"]

@@ -208,7 +208,7 @@ def _extent(draft: Draft) -> None:
     steps, epochs = values["max_steps"], values["num_train_epochs"]
     if steps > 0:
         draft.put("duration", f"{steps} steps", "max_steps")
-        draft.ignore("num_train_epochs", "max_steps wins")
+        draft.ignore("num_train_epochs", "max_steps takes precedence")
     else:
         draft.put("duration", f"{_plain(epochs)} epochs", "num_train_epochs")
         draft.ignore("max_steps", "0 and below: num_train_epochs decides")
