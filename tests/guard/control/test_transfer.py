@@ -139,7 +139,7 @@ def test_a_changed_byte_is_found_on_arrival_and_nothing_is_kept(
         error = outcome_of(transfers).error
         [event] = room.hears(head, FileReceived)
     assert error == event.error
-    assert "it has changed after node 1 (host1) wrote it" in error
+    assert "it has changed since node 1 (host1) wrote it" in error
     assert written.xxh3_128 in error
     assert event.path is None
     assert not list(desk.iterdir())

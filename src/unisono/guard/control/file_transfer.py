@@ -645,6 +645,6 @@ def _difference(offer: Offer, content: Content) -> str:
     if content.bytes != offer.content.bytes:
         return f"{content.bytes} bytes of {offer.content.bytes} arrived"
     return (
-        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {content.xxh3_128}"
-        f" arrived, {offer.content.xxh3_128} was written; that node's disk or memory is not to be trusted"
+        f"it has changed since node {offer.node_rank} ({offer.host}) wrote it: digest {content.xxh3_128}"
+        f" arrived, {offer.content.xxh3_128} was written; that node's disk or memory cannot be trusted"
     )

@@ -387,8 +387,7 @@ def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
 
 _RECORD = (
     "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9),"
-    " TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every"
-    " rank name who did not come"
+    " TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every rank show which rank did not arrive"
 )
 
 
@@ -408,7 +407,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "undetermined",
-                f"{scope} is visible; the log of whoever failed first is missing",
+                f"{scope} is visible; the log of the rank that failed first is missing",
                 first_of_each(victims),
                 confidence=0.3,
                 missing=(logs, _RECORD, "dmesg of every rank's host"),

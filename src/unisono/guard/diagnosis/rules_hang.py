@@ -28,9 +28,7 @@ def find_mismatches(view: View) -> list[Hypothesis]:
         return uneven
     if prints:
         odd = _odd_fingerprint(view.facts.of("fingerprint"))
-        why = "two ranks are in different collectives" + (
-            f"; the odd one is rank {odd}" if odd is not None else ""
-        )
+        why = "two ranks are in different collectives" + (f"; rank {odd} differs" if odd is not None else "")
         return [
             Hypothesis(
                 "collective_mismatch",
