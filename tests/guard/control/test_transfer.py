@@ -405,7 +405,7 @@ def offer_body(size: int = 10 * MIB, *, number: int = 0, name: str = "a") -> dic
     [
         ([offer_body(), *[Piece(0, n * PIECE_BYTES, bytes(PIECE_BYTES)) for n in range(WINDOW + 1)]], "more of a file than was requested"),
         ([offer_body(), offer_body()], "offered a file twice"),
-        ([offer_body(number=number) for number in range(MAX_OPEN + 1)], f"offered a file while {MAX_OPEN} of its own wait"),
+        ([offer_body(number=number) for number in range(MAX_OPEN + 1)], f"offered a file while {MAX_OPEN} of its files wait"),
         ([{**offer_body(), "bytes": -1}], "an invalid offer of a file"),
         ([{**offer_body(), "bytes": 1 << 63}], "an invalid offer of a file"),
         ([{**offer_body(), "xxh3_128": "../../etc"}], "an invalid offer of a file"),

@@ -77,7 +77,7 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "serve": (
         "serve",
         "serve",
-        "Answer OpenAI's protocol over HTTP with a model.",
+        "Serve a model over HTTP with OpenAI's API.",
         "unisono serve runs/demo --port 8000",
     ),
     "eval": (

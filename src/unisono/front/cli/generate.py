@@ -149,7 +149,9 @@ def generate(
     step: Step = None,
     number: Annotated[
         int,
-        typer.Option(min=1, max=10_000, help="Image model: pictures to draw, with the seeds from --seed on."),
+        typer.Option(
+            min=1, max=10_000, help="Image model: number of pictures; their seeds count up from --seed."
+        ),
     ] = 1,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Image model: denoising steps.")] = 30,
     guidance: Annotated[
@@ -635,8 +637,8 @@ def _predict(request: "PredictRequest") -> None:
     printer.result(f"  in {result['out']}: {', '.join(result['files'])}")
     if result["rouge"] == "ours":
         printer.notify(
-            "ROUGE is of words by a rule; `pip install 'unisono[llamafactory]'` installs what LLaMA-Factory"
-            " finds them with"
+            "ROUGE splits words by a rule; `pip install 'unisono[llamafactory]'` installs LLaMA-Factory's"
+            " word splitter"
         )
 
 

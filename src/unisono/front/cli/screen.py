@@ -357,8 +357,8 @@ def _read_back(about: Mapping[str, Any] | None) -> list[str]:
         return [f"read back in {took}: names, shapes and digests only, as {about['why']}"]
     what = "logits" if about["compared"] == "logits" else "predictions"
     return [
-        f"read back in {took}: {what} differ by {about['differs_by']:.1e} of their spread from those of the"
-        " trained model"
+        f"read back in {took}: {what} differ from the trained model's by {about['differs_by']:.1e} of their"
+        " spread"
     ]
 
 

@@ -196,7 +196,9 @@ class _Line(Connection):
             self._of_files({"t": "gone", "why": why or "the connection has ended"})
         if not self._leaving:
             why = why or (
-                "it closed the connection" if self._clean else "its unisono process ended without a goodbye"
+                "it closed the connection"
+                if self._clean
+                else "its unisono process ended without closing the connection"
             )
             is_cut = self.silence is not None and self.silence.is_cut
             self._inbox.put(

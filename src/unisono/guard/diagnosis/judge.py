@@ -387,7 +387,8 @@ def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
 
 _RECORD = (
     "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9),"
-    " TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every rank show which rank did not arrive"
+    " TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every"
+    " rank show which rank did not arrive"
 )
 
 

@@ -285,7 +285,8 @@ def _shared(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _version(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Install the same versions on all nodes, at least the versions that the message requires: pip install --upgrade (transformers, accelerate, torch …); compare `pip freeze` between nodes."
+        "Install the same versions on all nodes, at least the versions that the message requires: pip"
+        " install --upgrade (transformers, accelerate, torch …); compare `pip freeze` between nodes."
     ]
 
 

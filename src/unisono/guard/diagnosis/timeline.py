@@ -154,7 +154,10 @@ def _scales(rows: Sequence[_Row], *, timed: bool) -> tuple[dict[str, tuple[float
         return {row.host: whole for row in rows}, []
     if _overlap(list(spans.values())):
         return {row.host: whole for row in rows}, [f"the clocks of {len(hosts)} hosts are taken as they are"]
-    note = "the times of the hosts do not overlap (other clocks or time zones): each host has its own scale, so columns of two hosts cannot be compared"
+    note = (
+        "the times of the hosts do not overlap (other clocks or time zones): each host has its own scale, so"
+        " columns of two hosts cannot be compared"
+    )
     return {row.host: spans.get(row.host, whole) for row in rows}, [note]
 
 

@@ -182,8 +182,8 @@ class GracefulStop:
             why = "a second signal"
         elif waited_s > patience_s:
             why = (
-                f"not done {show_seconds(waited_s)} after the signal, of a grace period of"
-                f" {show_seconds(self._grace_s)}"
+                f"not done {show_seconds(waited_s)} after the signal (grace period:"
+                f" {show_seconds(self._grace_s)})"
             )
         else:
             return None

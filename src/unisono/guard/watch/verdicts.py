@@ -458,7 +458,7 @@ def _out_of_their_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: fl
     last = max(beats[rank].step for rank in behind) - 1
     are, its = ("is", "its loop") if len(ahead) == 1 else ("are", "theirs")
     summary = (
-        f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and the loop is over there;"
+        f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and its loop has ended;"
         f" {labels(run_view, ahead)} {are} still in {its}"
     )
     ways = {True: "its loop has had that before", False: "nothing leads back from there to its steps"}

@@ -456,7 +456,10 @@ def _fix_of_drift(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ..
     known = find_cause("replicas_diverged")
     general = known.remedy if known is not None else ()
     if ranks and 0 not in ranks:
-        return ("checkpoints are of rank 0, which is with the majority: they are good", *general[1:])
+        return (
+            "checkpoints are written by rank 0, which agrees with the majority: they are good",
+            *general[1:],
+        )
     if equal_at is not None:
         return (
             (

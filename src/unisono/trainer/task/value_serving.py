@@ -137,7 +137,7 @@ class ValueModel:
         odd = next((i for i in ids if not 0 <= i < vocabulary), None)
         if odd is not None:
             what = f"the model has no token {odd}"
-            raise RefusedPrompt("input", what, f"it has those from 0 to {vocabulary - 1}")
+            raise RefusedPrompt("input", what, f"its tokens are 0 to {vocabulary - 1}")
         return ids
 
     def _too_long(self, number: int, tokens: str) -> str:

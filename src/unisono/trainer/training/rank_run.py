@@ -225,7 +225,7 @@ def _take_best(run: Run) -> int:
     step, line = _find_best(run)
     if step != best and run.group.is_main:
         text = (
-            f"the checkpoint of the best step, {best}, is missing; the result is that of step"
+            f"the checkpoint of the best step, {best}, is missing; the result comes from step"
             f" {step or run.state.step}"
         )
         run.report.warning("best_is_gone", text)

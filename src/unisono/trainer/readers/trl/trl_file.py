@@ -229,7 +229,7 @@ def _data(draft: Draft, trainer: str) -> None:
             test = {**sources[0], "split": values["dataset_test_split"]}
             draft.put("data.eval", [test], "dataset_test_split", "eval_strategy")
     if values["max_length"] is None:
-        draft.refuse("max_length", "data.max_length is a number", "set it to the longest row's")
+        draft.refuse("max_length", "data.max_length is a number", "set it to the length of the longest row")
     else:
         draft.put("data.max_length", values["max_length"], "max_length")
     choice = {"keep_start": "cut", "keep_end": "keep-answer"}
