@@ -76,7 +76,9 @@ def studio(
         ),
     ] = False,
 ) -> None:
-    """Start, stop and resume runs in a browser, chat with their results, and export them. Runs continue when the page or its server is closed."""
+    """Start, stop and resume runs in a browser, chat with their results, and export them. Runs
+    continue when the page or its server is closed.
+    """
     from unisono.front.cli.board import open_browser, refuse_without_extra, settings_key
 
     refuse_without_extra("unisono studio", why="the server is an extra")

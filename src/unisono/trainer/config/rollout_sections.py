@@ -34,7 +34,9 @@ def _check_url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{text!r} is not an http or https URL; write http://HOST:PORT")
     if parts.query or parts.fragment or parts.username is not None:
-        raise ValueError("it has more than an address; write http://HOST:PORT, and set UNISONO_SAMPLER_KEY")
+        raise ValueError(
+            "it has more than a host and a port; write http://HOST:PORT, and set UNISONO_SAMPLER_KEY"
+        )
     _ = parts.port  # raises ValueError if it is none
     return text.rstrip("/")
 
@@ -254,7 +256,7 @@ def grpo_contradictions(
             rollout.max_new_tokens >= max_length,
             (
                 f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt; raise"
-                " `data.max_length`, which is that of prompt and answer"
+                " `data.max_length`, which limits prompt and answer together"
             ),
         ),
     ]
@@ -262,8 +264,8 @@ def grpo_contradictions(
         (
             section.correction != "none" and rollout.steps > 1,
             (
-                "grpo.correction: with several steps for the same answers their ratios are already those to"
-                " the sampler; set `correction: none`, or `rollout.steps: 1`"
+                "grpo.correction: with several steps for the same answers, ratios already compare with the"
+                " sampler; set `correction: none`, or `rollout.steps: 1`"
             ),
         ),
         (

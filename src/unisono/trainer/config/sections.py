@@ -253,7 +253,7 @@ OBJECTIVES_TEXT = (
 """What each of them trains on, for the reference."""
 
 OwnObjective = Annotated[
-    str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in a file of yours, `FILE.py:CLASS`")
+    str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in your own file, `FILE.py:CLASS`")
 ]
 
 

@@ -55,7 +55,7 @@ ScheduleName = Annotated[
 OptimizerName = Annotated[
     str,
     AfterValidator(_named_in(optimizer_named)),
-    Takes(f"{_names(OPTIMIZERS)} or a class in a file of yours, `FILE.py:CLASS`", tuple(OPTIMIZERS)),
+    Takes(f"{_names(OPTIMIZERS)} or a class in your own file, `FILE.py:CLASS`", tuple(OPTIMIZERS)),
 ]
 OptionValue = Annotated[bool | int | float | str | list[int | float] | None, BeforeValidator(float_of_yaml)]
 

@@ -157,7 +157,7 @@ def test_the_temperature_is_in_the_log_probabilities(
         ("binds-nothing", 0, "sampler_stale", "changes nothing on the server"),
         ("wrong-log-probs", _STEP_2, "sampler_mismatch", "other log-probabilities to version 2 than the weights here"),
         ("unknown-token", _STEP_2, "sampler_mismatch", "a token is not in the vocabulary"),
-        ("other-prompt", _STEP_2 + 1, "sampler_mismatch", "it answers another prompt"),
+        ("other-prompt", _STEP_2 + 1, "sampler_mismatch", "it answers a different prompt"),
         ("nan", _STEP_2 + 1, "sampler_mismatch", "a log-probability is above 0, NaN or missing"),
         ("no-log-probs", _STEP_2 + 1, "sampler_mismatch", "gives what is not an answer"),
         ("fewer-answers", _STEP_2 + 1, "sampler_mismatch", "3 answers instead of 4"),

@@ -27,7 +27,7 @@ def client_of(section: RolloutSection) -> HttpClient:
     key = sampler_key()
     if key is not None and not (key.isascii() and key.isprintable()):
         raise ConfigError.of(
-            "UNISONO_SAMPLER_KEY cannot be sent: it has other characters than printable ASCII",
+            "UNISONO_SAMPLER_KEY cannot be sent: it has characters other than printable ASCII",
             where="environment",
             fix="set it to the key that the server was started with (`--api-key`)",
         )
@@ -64,7 +64,7 @@ def check_server(plan: RunPlan) -> None:
         raise ConfigError.of(
             f"the server {section.url} cannot load adapters",
             where=where,
-            why="each step has other weights, which it gets as a LoRA adapter",
+            why="each step has new weights, which the server gets as a LoRA adapter",
             fix=HOW,
         )
     longest = plan.config.data.max_length
@@ -106,7 +106,8 @@ def refuse_other_model(plan: RunPlan, answers: Sequence[ProbeAnswer]) -> None:
             f" {section.temperature:g}"
         )
     raise ConfigError.of(
-        f"the server {section.url} gives other log-probabilities than {plan.config.model.path} without an adapter",
+        f"the server {section.url} gives different log-probabilities than {plan.config.model.path} without"
+        " an adapter",
         where="rollout.url",
         why=(
             f"the distance over {probe.tokens} tokens is {probe.distance:.2g}, the bound {bound:g}; token {token} has"

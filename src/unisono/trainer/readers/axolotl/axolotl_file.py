@@ -44,8 +44,8 @@ class AxolotlFile(Translation):
         del variables
         line = (
             f"{self.name} is an axolotl file: {self.count('carried')} keys carried,"
-            f" {self.count('translated')} translated; `unisono init --from-axolotl {self.name}` shows our config"
-            " and the fate of each key"
+            f" {self.count('translated')} translated; `unisono init --from-axolotl {self.name}` shows our"
+            " config and what happens to each key"
         )
         return [line, *self.ignored(), *self.warnings]
 

@@ -65,7 +65,7 @@ class TrlFile(Translation):
         del variables
         line = (
             f"{self.name} is a TRL file: {self.count('carried')} keys carried, {self.count('translated')} translated;"
-            f" `unisono init --from-trl {self.name}` shows our config and the fate of each key"
+            f" `unisono init --from-trl {self.name}` shows our config and what happens to each key"
         )
         return [line, *self.ignored(), *self.warnings]
 
@@ -97,7 +97,10 @@ def read_trl(text: str) -> TrlFile:
         raise ConfigError.of(
             f"TRL's {command.trainer} is not translated",
             where="--from-trl",
-            why=f"{', '.join(_RATES)} are; other trainers need their own functions, models or data",
+            why=(
+                f"only {', '.join(_RATES)} are translated; other trainers need their own functions, models"
+                " or data"
+            ),
             fix=f"begin with `unisono init --out train.yaml`; {PAGE} has our key for each of its keys",
         )
     return translate(command.raw, command.lines, "the command", trainer=command.trainer)
