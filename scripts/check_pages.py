@@ -100,7 +100,7 @@ def doctor_page(t: Translate, language: str) -> list[str]:
     """What doctor looks at."""
     lines = [
         f"# {t('What doctor checks')}", "",
-        t("`unisono doctor` runs the checks of the machine, `unisono doctor CONFIG` also those of a run, `--nodes` those between nodes. How to use it:"
+        t("`unisono doctor` checks the machine, `unisono doctor CONFIG` also the run, and `--nodes` also the connections between nodes. How to use it:"
           " [check the machine before a run](../how-to/doctor.md). The result of a check is pass, warn, fail or unknown; the exit code is 6 if one fails,"
           " with `--strict` also if one warns or is unknown."),
     ]  # fmt: skip

@@ -69,8 +69,8 @@ def memory_page(t: Translate, language: str) -> list[str]:
         *heading("The formula", language),
         *_formula(formula, t), "",
         t("`packed_bytes` of nf4 and fp4 are 0.5 + (1 + 4 / 256) / 64 = {packed} with `model.quantize_double`, else 0.5 + 4 / 64 = 0.5625;"
-          " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size,"
-          " of fp8, MXFP4 and compressed-tensors those of their weights and scales.").format(packed=packed),
+          " for int8, 1 + 4 / hidden; for GPTQ and AWQ files, bits / 8 + 3 / group size; for fp8, MXFP4 and"
+          " compressed-tensors files, the bytes of their weights and scales.").format(packed=packed),
         *heading("Which device for which model", language),
         t("GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {share}. One row of {tokens}"
           " tokens at once, gradient checkpointing, bfloat16; LoRA with rank {rank} on all linear layers; QLoRA: the same with `model.quantize: nf4`; compact: `optim.state_dtype: bfloat16`."
@@ -79,10 +79,9 @@ def memory_page(t: Translate, language: str) -> list[str]:
         t("No row of this table was measured on a GPU. On one H100, LoRA without gradient checkpointing took 18.6 GB where 19.8 are estimated at"
           " 1 B parameters (16 × 1,024 tokens at once), and 32.2 where 32.2 are at 8 B (4 × 1,024). The estimate of these activations was made afterwards, from what"
           " the code keeps, and not from these two figures. Full fine-tuning was not measured on a GPU."), "",
-        t("Below 1 B parameters a GPU's steps are CUDA graphs if their memory, that of a step once more, is free"
+        t("Below 1 B parameters a GPU's steps are CUDA graphs if the memory of one more step is free"
           " ([decision 33]({decision})). The estimate does not count it: without that memory a run trains as well, only slower.").format(decision=f"{'../' if language == 'zh' else ''}../decisions/0033-cuda-graphs.md"), "",
-        t("The plan counts on the fast layers if every rank has an NVIDIA GPU, Triton, a C compiler and Python's headers, the weights are those of an MLP with"
-          " SwiGLU without bias, and the adapter is plain: no DoRA, no dropout, no `modules_to_save`. If nodes differ, it counts without them. Where a rank finds"
+        t("The plan counts on the fast layers if every rank has an NVIDIA GPU, Triton, a C compiler and Python's headers, the MLPs are SwiGLU without bias, and the adapter is plain: no DoRA, no dropout, no `modules_to_save`. If nodes differ, it counts without them. Where a rank finds"
           " that it cannot use them after all (the `ready` event has the reason), the trial of the largest batch shows whether memory suffices nevertheless;"
           " if not, the run ends before step 1, and the message names the reason and the settings that save memory."), "",
         t("To see the estimate for a model without its weights: `unisono train CONFIG --dry-run model.weights=random`."),

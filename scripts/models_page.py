@@ -47,9 +47,10 @@ def models_page(t: Translate, language: str) -> list[str]:
         t("✓: yes. A number: refused before the first step, for the reason with this number below the table."), "",
         "- *LoRA*: "
         + t("an adapter on all linear layers and experts (`all-linear`); *adapted*: how many weights have one"),
-        f"- *{word('full', language)}*: {t('the losses equal those of transformers with each row alone, to 1e-5')}",
+        f"- *{word('full', language)}*:"
+        f" {t('losses as in transformers with each row alone, to 1e-5')}",
         f"- *{word('packed', language)}*: "
-        + t("so they are with packed rows; ▭: rows are padded instead, as they would influence each other"),
+        + t("the same with packed rows; ▭: rows are padded instead, as they would influence each other"),
         f"- *{word('2 ranks', language)}*: {t('two processes have the losses of one, to 1e-5')}",
         f"- *{word('generate', language)}*: {t('`unisono generate` answers with the adapter')}",
         f"- *{word('merge', language)}*: "

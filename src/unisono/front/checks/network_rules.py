@@ -40,8 +40,8 @@ NAMES = DoctorCheck(
     "host names",
     "a host name that resolves to 127.0.1.1, as some installers write it, sends each peer to itself",
     "This machine's own name and the head's, through the system's resolver. FAIL: the head's name has no"
-    " address, or resolves on other nodes to themselves. WARN: the own name resolves to loopback or not at"
-    " all, or the resolver takes more than a second.",
+    " address, or resolves on other nodes to themselves. WARN: this machine's name resolves to loopback or"
+    " not at all, or the resolver takes more than a second.",
     ("hostname_loopback", "dns_failure"),
 )
 INFINIBAND = DoctorCheck(
@@ -66,7 +66,8 @@ FIREWALL = DoctorCheck(
     "ranks listen on ports that are chosen at run time, so with a firewall that opens only some ports a job"
     " starts and then hangs",
     "Rules for incoming packets, from iptables and nft; only root can list them. WARN: several nodes, and"
-    " some packets are rejected. UNKNOWN: several nodes, and no root access or neither program. Firewalls"
+    " some packets are rejected. UNKNOWN: several nodes, but no root access, or both programs are missing."
+    " Firewalls"
     " between nodes are found when nodes dial each other (--nodes).",
     ("address_unreachable",),
 )

@@ -93,7 +93,8 @@ class RunConfig(Section):
         description=(
             "the parts of a vision-language model that are trained, with rows that have pictures. With an"
             " adapter, language and vision get it on their linear layers, and the projector between them is"
-            " trained in full; with `adapter: null` all are, and `freeze` and `train_only` apply inside"
+            " trained in full; with `adapter: null` all are trained in full, and `freeze` and `train_only`"
+            " apply inside"
         ),
     )
     data: DataSection

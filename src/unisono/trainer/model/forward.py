@@ -358,8 +358,8 @@ class Forward:
         return head_values(base, hidden)
 
     def embeddings(self, rows: Rows, *, pooling: Literal["last", "mean"]) -> torch.Tensor:
-        """Returns the last hidden state of each row's last token, or the mean of those of all its
-        tokens: (R, E) float32 with a gradient.
+        """Returns the last hidden state of each row's last token, or the mean over all its tokens:
+        (R, E) float32 with a gradient.
         """
         return self.within(lambda: self._embeddings(rows, pooling))
 

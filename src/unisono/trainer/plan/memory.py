@@ -79,7 +79,7 @@ def estimate_memory(
       keeps for a token.
     - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
       tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
-    - of an image model a token is a position of the latents, and activations are those of its UNet
+    - for an image model, a token is a position of the latents, and activations are its UNet's
       (`plan.families`).
     - dequantized: the largest matrix of a quantized model in `dtype`, and the experts of one layer
       unless their sums are counted.
