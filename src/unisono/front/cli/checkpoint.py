@@ -646,7 +646,7 @@ def _print_pruned(store: "CheckpointStore", deleted: list[Path], removed: list[P
     for path in removed:
         printer.result(f"removed {path.name}, which a killed writer had left")
     printer.result(
-        f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} stay{'s' * (len(kept) == 1)} in {store.root}"
+        f"{len(kept)} {'checkpoint stays' if len(kept) == 1 else 'checkpoints stay'} in {store.root}"
     )
 
 

@@ -553,8 +553,12 @@ class _TopologyReader:
         if self.request.devices:
             return len(self.request.devices), False, f"--devices selects {len(self.request.devices)}"
         if accelerators.count:
-            many = "" if accelerators.count == 1 else "s"
-            return accelerators.count, False, f"{accelerators.count} visible accelerator{many}"
+            many = accelerators.count > 1
+            return (
+                accelerators.count,
+                False,
+                (f"{accelerators.count} visible {'accelerators' if many else 'accelerator'}"),
+            )
         return 1, False, f"one for the CPU: {accelerators.note}" if accelerators.note else "one for the CPU"
 
     @property

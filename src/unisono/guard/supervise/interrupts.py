@@ -228,7 +228,7 @@ class NewestCheckpoint:
             return "there is no checkpoint yet" + ("" if self.in_memory else f", and {steps} are lost")
         if lost <= 0:
             return f"the newest checkpoint is {self.path}, and nothing after it is lost"
-        verb = "is" if lost == 1 else "are"
-        return f"the newest checkpoint is {self.path}, and {steps} after it {verb} " + (
-            "not in it" if self.in_memory else "lost"
+        return (
+            f"the newest checkpoint is {self.path}, and {steps} after it {'is' if lost == 1 else 'are'}"
+            f" {'not in it' if self.in_memory else 'lost'}"
         )

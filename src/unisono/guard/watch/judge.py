@@ -78,11 +78,10 @@ def _stopped(run_view: RunView, alive: Sequence[RankView]) -> Suspicion | Verdic
         return None
     since_s = min(view.idle_s for view in stopped)
     ranks = [view.rank for view in stopped]
-    are = "is" if len(ranks) == 1 else "are"
     how = "state T" if stopped[0].process.state == "T" else "its control group is frozen"
     summary = (
-        f"{labels(run_view, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for"
-        f" {since_s:.0f} s"
+        f"{labels(run_view, ranks)} {'is' if len(ranks) == 1 else 'are'} stopped ({how}),"
+        f" {describe_activity(stopped[0])}, for {since_s:.0f} s"
     )
     named = verdict("rank_stopped", summary, run_view, ranks=ranks, since_s=since_s)
     if since_s >= _STOPPED_S:

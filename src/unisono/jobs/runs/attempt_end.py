@@ -427,8 +427,10 @@ def name_drift(
     odd = [one for group in groups if most is not None and group is not most for one in group.members]
     since = f"they were equal after step {equal_at}" if equal_at is not None else "it is the first comparison"
     if odd:
-        verb = "holds" if len(odd) == 1 else "hold"
-        summary = f"{name_all(odd)} {verb} different weights than the other ranks after step {step}; {since}"
+        summary = (
+            f"{name_all(odd)} {'holds' if len(odd) == 1 else 'hold'} different weights than the other ranks"
+            f" after step {step}; {since}"
+        )
     else:
         summary = (
             f"ranks hold different weights after step {step}, and most of them do not agree on any; {since}"

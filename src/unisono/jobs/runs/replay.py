@@ -97,18 +97,18 @@ class Replayed:
         """For people; the first line is the answer."""
         one = self.first == self.last
         if not self.differences:
-            return [
-                f"{self.steps} give{'s' * one} the same loss{'es' * (not one)} and gradient"
-                f" norm{'s' * (not one)}, bit for bit"
-            ]
+            same = (
+                "gives the same loss and gradient norm" if one else "give the same losses and gradient norms"
+            )
+            return [f"{self.steps} {same}, bit for bit"]
         first = self.differences[0]
         shown = f"{first.name} of step {first.step} is {first.again!r} now, and was {first.logged!r}"
         if self.is_right:
             return [
-                f"{self.steps} give{'s' * one} the same to rounding, not bit-exactly: {shown}",
+                f"{self.steps} {'gives' if one else 'give'} the same to rounding, not bit-exactly: {shown}",
                 *self.explanations,
             ]
-        return [f"{self.steps} do{'es' * one} not give the same: {shown}", *self.explanations]
+        return [f"{self.steps} {'does' if one else 'do'} not give the same: {shown}", *self.explanations]
 
     def error(self, where: str) -> IntegrityError:
         """The explanation if the replay differs."""

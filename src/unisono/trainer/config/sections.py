@@ -559,8 +559,8 @@ class FramesSection(Section):
 
 
 class PicturesSection(Section):
-    """Settings for the pictures of one source: keys of `diffusion`, `data.resolution`, and some that
-    only a source has.
+    """Settings for the pictures of one source: keys of `diffusion`, `data.resolution`, and some
+    that only a source has.
     """
 
     resolution: Resolution | None = Field(default=None, description="like data.resolution, for this source")

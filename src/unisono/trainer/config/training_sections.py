@@ -61,8 +61,8 @@ OptionValue = Annotated[bool | int | float | str | list[int | float] | None, Bef
 
 
 class RouterLossSection(Section):
-    """Losses of the routers of a mixture of experts, over all tokens of a step; they are added to the
-    objective's loss. eval_loss excludes them.
+    """Losses of the routers of a mixture of experts, over all tokens of a step; they are added to
+    the objective's loss. eval_loss excludes them.
     """
 
     load_balancing: NotNegative = Field(

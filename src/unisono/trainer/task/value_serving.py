@@ -142,7 +142,7 @@ class ValueModel:
 
     def _too_long(self, number: int, tokens: str) -> str:
         return (
-            f"text {number} has {tokens} tokens, and the model reads {self.most_tokens};"
+            f"text {number} has {tokens} tokens, but the model reads {self.most_tokens};"
             " truncate_prompt_tokens: -1 cuts it"
         )
 

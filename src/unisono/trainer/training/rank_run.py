@@ -206,7 +206,7 @@ def _report_unchanged_layers(run: Run) -> None:
             "adapter_unchanged",
             f"{len(unchanged)} of {len(of_layers)} adapted layers got no gradient:"
             f" {', '.join(unchanged[:_SHOWN])}{more}",
-            fix="set adapter.targets to the other layers, if no row should have left these out",
+            fix="set adapter.targets to the other layers, if all rows should have used these",
         )
 
 

@@ -70,10 +70,10 @@ def check_server(plan: RunPlan) -> None:
     longest = plan.config.data.max_length
     if model.max_length is not None and model.max_length < longest:
         raise ConfigError.of(
-            f"the server {section.url} takes {model.max_length} tokens of prompt and answer, and data.max_length is"
-            f" {longest}",
+            f"the server {section.url} takes {model.max_length} tokens of prompt and answer, but"
+            f" data.max_length is {longest}",
             where=where,
-            why="a prompt and its answer may have so many",
+            why="a prompt and its answer may have that many",
             fix=f"start it with `--max-model-len {longest}`, or set data.max_length to {model.max_length}",
         )
 
@@ -110,7 +110,8 @@ def refuse_other_model(plan: RunPlan, answers: Sequence[ProbeAnswer]) -> None:
         " an adapter",
         where="rollout.url",
         why=(
-            f"the distance over {probe.tokens} tokens is {probe.distance:.2g}, the bound {bound:g}; token {token} has"
+            f"over {probe.tokens} tokens the distance is {probe.distance:.2g}, and the bound is {bound:g};"
+            f" token {token} has"
             f" {served:.4f} there and {here:.4f} here"
         ),
         fix=fix,

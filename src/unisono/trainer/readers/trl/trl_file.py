@@ -190,7 +190,7 @@ def _fill(draft: Draft, trainer: str) -> None:
     draft.problems = [p for p in draft.problems if p.what != "the key `output_dir` is missing"]
     _losses(draft, trainer)
     if values["push_to_hub"]:
-        draft.warnings.append("push_to_hub: nothing is uploaded; `unisono push RUN OWNER/NAME` does it")
+        draft.warnings.append("push_to_hub: nothing is uploaded; use `unisono push RUN OWNER/NAME`")
 
 
 def _model(draft: Draft) -> None:
@@ -287,8 +287,8 @@ def _loss_on(draft: Draft) -> None:
     draft.put("data.loss_on", "answers", "assistant_only_loss", "completion_only_loss")
     if not values["assistant_only_loss"]:
         draft.warnings.append(
-            "assistant_only_loss: false: in rows of messages TRL counts all tokens, and here answers count;"
-            " data.loss_on=all counts all"
+            "assistant_only_loss: false: TRL counts all tokens in rows of messages, but here only answers"
+            " count; data.loss_on=all counts all"
         )
 
 
@@ -329,7 +329,7 @@ def _losses(draft: Draft, trainer: str) -> None:
     elif loss not in (None, "nll", "chunked_nll", "kto") or (loss == "kto" and trainer != "kto"):
         draft.refuse(
             "loss_type",
-            f"the losses here are nll and dft of sft, {', '.join(_LOSSES)} of dpo",
+            f"the losses here are nll and dft for sft, and {', '.join(_LOSSES)} for dpo",
             "use one of these",
         )
     if trainer in ("dpo", "kto"):
