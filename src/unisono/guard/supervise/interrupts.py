@@ -223,7 +223,7 @@ class NewestCheckpoint:
 
     def __str__(self) -> str:
         lost = self.reached - (self.step if self.path else 0)
-        steps = "1 step" if lost == 1 else f"{lost} steps"
+        steps = f"{lost} step" if lost == 1 else f"{lost} steps"
         if self.path is None:
             return "there is no checkpoint yet" + ("" if self.in_memory else f", and {steps} are lost")
         if lost <= 0:
