@@ -623,12 +623,13 @@ def _ledger_lines(previewed: "Preview", data: "DataSummary") -> list[str]:
     lines = []
     for source in previewed["ledger"]["sources"]:
         dropped = "".join(f", {n:,} dropped ({why})" for why, n in source["dropped"].items())
-        lines.append(
-            f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,}"
-            f" used{dropped}, {source['bad']:,} bad; of the used {source['cut']:,} cut"
+        counts = (
+            f"{one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,}"
+            f" used, {source['bad']:,} bad{dropped}; of the used {source['cut']:,} cut"
             f" ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['not_rendered']:,}"
             f" with parts not rendered, {source['eval']:,} for evaluation"
         )
+        lines.append("ledger".ljust(10) + counts)
     lines += _note_lines(previewed)
     unlisted = sum(data.ledger[name] for name in ("bad", "dropped", "cut", "split", "not_rendered")) - len(
         previewed["notes"]

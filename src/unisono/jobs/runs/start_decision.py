@@ -299,9 +299,9 @@ def _decide_resume(
     if isinstance(ended, str):
         reason += f" ({one_line(shown_outcome(ended, result.get('verdict')), limit=40)})"
     if before.duration != config.duration:
-        reason += (
-            f"; its duration is now {config.duration}, it was {before.duration}; the learning rate schedule"
-            " follows the new duration"
+        reason = (
+            f"{reason} with a new duration, {config.duration} instead of {before.duration}, which the learning"
+            " rate schedule follows"
         )
     return StartDecision("resume", str(plan["run_id"]), reason)
 
