@@ -195,7 +195,7 @@ def _gguf_lines(result: "GgufExported") -> list[str]:
 
     lines = [
         f"{result['out']}: {result['what']} ({result['architecture']}, {result['dtype']}),"
-        f" {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
+        f" {show_bytes(result['bytes'])}, exported from {one_line(result['description'])}"
     ]
     differs = f"its tensors differ by at most {result['differs_by']:.1e} of their size"
     lines.append(f"  read again, tensor by tensor: {differs if result['differs_by'] else 'equal'}")
@@ -223,7 +223,7 @@ def _lines(result: "Exported") -> list[str]:
     from unisono.base.text import one_line, show_bytes
 
     lines = [
-        f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, of"
+        f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, exported from"
         f" {one_line(result['description'])}"
     ]
     if result.get("pictures"):

@@ -649,7 +649,7 @@ def table(result: "Evaluated", data: str) -> list[str]:
     figures, ledger = result["figures"], result["ledger"]
     lost = {name: ledger.get(name, 0) for name in ("cut", "split", "dropped", "bad")}
     note = ", ".join(f"{count} {name}" for name, count in lost.items() if count)
-    lines = [f"{one_line(result['description'])}, on {one_line(data)}"]
+    lines = [f"{one_line(result['description'])}, evaluated on {one_line(data)}"]
     lines += [f"  {text}" for text in result["formats"]]
     labels = _LABELS | {name: _metric_label(name) for name in figures if name.startswith("metric_")}
     for name, label in labels.items():

@@ -122,7 +122,7 @@ class TaskProgress:
 
     def _phase(self, message: PhaseMessage) -> None:
         text, done, total = one_line(message["text"]), message.get("done"), message.get("total")
-        counted = f"{text} {done} of {total}" if total else text
+        counted = f"{shown(text)} {done} of {total}" if total else text
         if self._line is not None:
             self._line.show(counted, share=done / total if total and done is not None else None)
         elif text != self._said:

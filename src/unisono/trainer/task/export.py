@@ -270,7 +270,7 @@ def write_merged(
         ModelError: if the adapter cannot be merged.
     """
     dtype = stored_dtype(target.base)
-    report.phase("load_model", f"loading {target.description}")
+    report.phase("load_model", f"loading the weights of {target.description}")
     loaded = load_target(target, dtype=dtype, device=torch.device("cpu"), keeps_parts=_sees(target))
     wanted = _logits_of(target, loaded.model, dtype)
     report.phase("merge", "merging the adapter into the weights")

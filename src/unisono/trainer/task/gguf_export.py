@@ -70,7 +70,7 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
     target = requested_target(request.model)
     _refuse_others(target, alone=request.adapter)
     verify_target(target, report)
-    report.phase("load_model", f"loading {target.description}")
+    report.phase("load_model", f"loading the weights of {target.description}")
     sees = not request.adapter and _writes_vision(target, report)
     loaded = load_target(
         target, dtype=stored_dtype(target.base), device=torch.device("cpu"), keeps_parts=sees
