@@ -450,7 +450,7 @@ def test_pieces_that_do_not_follow_each_other_are_refused(room: "Room", desk: Pa
         wait_for_credit(sock)
         sock.sendall(seal.close(encode_piece(Piece(0, offset, b"x"))))
         [event] = room.hears(head, FileReceived)
-    assert "do not follow each other" in event.error
+    assert "are not contiguous" in event.error
     assert not list(desk.iterdir())
 
 
@@ -462,7 +462,7 @@ def test_more_than_was_offered_is_refused(room: "Room", desk: Path) -> None:
         wait_for_credit(sock)
         sock.sendall(seal.close(encode_piece(Piece(0, 0, b"xx"))))
         [event] = room.hears(head, FileReceived)
-    assert "are more than was offered" in event.error
+    assert "exceed the offered size" in event.error
     assert not list(desk.iterdir())
 
 

@@ -552,7 +552,7 @@ def _row_lines(row: "ShownRow") -> list[Line]:
     from unisono.base.text import one_line, plain
 
     share = row["loss_tokens"] / max(1, row["tokens"])
-    spans = " + ".join(f"{run['tokens']}{_counts(run)}" for run in row["runs"])
+    spans = " + ".join(shown(_span(run)) for run in row["runs"])
     head = (
         f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) ="
         f" {spans}"
@@ -574,11 +574,16 @@ def _row_lines(row: "ShownRow") -> list[Line]:
     return [[(part, kind) for part, kind in line if part] for line in lines]
 
 
-def _counts(run: "TokenRun") -> str:
-    """Whether a run of tokens counts in the loss, and how much."""
+def _span(run: "TokenRun") -> str:
+    """The tokens of a run, and whether and how much they count in the loss."""
     if not run["loss"]:
-        return ""
-    return " in the loss" if run["weight"] == 1 else f" in the loss with weight {run['weight']:g}"
+        return str(run["tokens"])
+    weight = run["weight"]
+    return (
+        f"{run['tokens']} in the loss"
+        if weight == 1
+        else f"{run['tokens']} in the loss with weight {weight:g}"
+    )
 
 
 def _is_unit(rows: "list[ShownRow]") -> bool:

@@ -193,7 +193,9 @@ class Screen:
             return
         counted = f" {min(done, total):,} of {total:,}" if share is not None and done and total else ""
         trains = self._pace.rate() is not None  # then the bar shows the steps
-        self._line.show(shown(one_line(str(message.get("text", "")))) + counted, share=None if trains else share)
+        self._line.show(
+            shown(one_line(str(message.get("text", "")))) + counted, share=None if trains else share
+        )
 
     def _on_step(self, message: StepMessage) -> None:
         step = int(message["step"])

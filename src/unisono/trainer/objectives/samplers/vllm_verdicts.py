@@ -50,7 +50,7 @@ def verdict_on(finding: ProbeFinding, probe: Probe, *, server: str, name: str, d
     cause = "sampler_mismatch" if finding.kind == "mismatch" else "sampler_stale"
     if finding.kind == "mismatch":
         text = (
-            f"the server {server} gives different log-probabilities to version {probe.version} than the"
+            f"the server {server} gives different log-probabilities for version {probe.version} than the"
             f" weights here: they differ by {finding.distance:.2g}, the bound is {BOUNDS[dtype]:g}"
         )
     elif finding.kind == "unbound":
