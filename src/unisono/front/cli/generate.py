@@ -206,7 +206,9 @@ def generate(
             "a prompt and a file of prompts are given", where="--file", fix="pass only one of them"
         )
     if image and file is not None:
-        raise UsageError.of("pictures belong to one prompt", where="--image", fix="omit --file, or --image")
+        raise UsageError.of(
+            "--image and --file exclude each other", where="--image", fix="omit --file, or --image"
+        )
     if stop and not all(stop):
         raise UsageError.of(
             "a stop text is empty", where="--stop", fix="write the text before which an answer ends"
@@ -459,7 +461,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="With --rewards: most tokens of an answer; default: as in the run, else 256.",
+            help="With --rewards: maximum number of tokens in an answer; default: as in the run, else 256.",
             show_default=False,
         ),
     ] = None,

@@ -397,7 +397,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
     victims = [*view.consequences, *(trace.event for trace in view.facts.tracebacks if view.is_victim(trace))]
     if victims:
         seen = ranks_of(victims)
-        scope = f"only what ranks {', '.join(map(str, seen[:8]))} suffered" if seen else "only consequences"
+        scope = f"only the effects on ranks {', '.join(map(str, seen[:8]))}" if seen else "only consequences"
         world = view.facts.world_size
         others = [str(rank) for rank in range(min(world or 0, 64)) if rank not in seen]
         logs = (

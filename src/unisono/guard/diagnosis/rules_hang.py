@@ -179,7 +179,7 @@ def _different(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis
         return [
             Hypothesis(
                 "unequal_steps",
-                f"near the end of the data the ranks are in different collectives ({kinds})",
+                f"near the end of the data, the ranks are in different collectives ({kinds})",
                 evidence,
                 ranks,
                 confidence=0.75,
@@ -258,7 +258,7 @@ def stalled(view: View, rank: int, proofs: list[LogEvent]) -> Hypothesis:
     if near_end(view) and (busy is None or busy.signature not in ("preparing", "preparing_data", "loading")):
         return Hypothesis(
             "unequal_steps",
-            f"near the end of the data rank {rank} did not join a collective in which the others waited",
+            f"near the end of the data, rank {rank} did not join a collective in which the others waited",
             (*proofs[:3], *([busy] if busy else [])),
             (rank,),
             confidence=0.6,

@@ -310,9 +310,8 @@ def _together_in_a_collective(
         named = verdict("node_unreachable", summary, run_view, ranks=(), since_s=since_s, evidence=links)
     else:
         summary = (
-            f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not"
-            " end; which rank or connection is silent is unknown: NCCL_DEBUG=INFO (--debug-comm) would"
-            " show it"
+            f"all {'remaining ' if ended else ''}ranks wait {describe_activity(first)}, which does not end;"
+            " NCCL_DEBUG=INFO (--debug-comm) would show which rank or connection is silent"
         )
         named = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s

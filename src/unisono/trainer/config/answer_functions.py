@@ -60,7 +60,7 @@ class AnswerFunction(Section):
     pattern: Pattern | None = Field(default=None, description="regex: searched in the answer")
     min: int = Field(default=0, ge=0, description="length: fewest tokens of an answer")
     max: int | None = Field(
-        default=None, ge=0, description="length: most tokens of an answer; null: any number"
+        default=None, ge=0, description="length: maximum number of tokens in an answer; null: unlimited"
     )
     tags: list[Annotated[str, Field(min_length=1)]] = Field(
         default=["think", "answer"],
