@@ -281,7 +281,9 @@ class Chinese:
 
 
 def _inserted(text: str, run: str, value: str) -> str:
-    """A translation with a value, a blank between Chinese and letters or digits, none within Chinese."""
+    """A translation with a value, a blank between Chinese and letters or digits, none within
+    Chinese.
+    """
     value = value.replace("{", "\1")
     before, _, after = text.partition(run)
     if _HAN.match(value[:1]) and _HAN.match(before[-2:-1]):

@@ -408,7 +408,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "undetermined",
-                f"{scope} is visible; the log of the rank that failed first is missing",
+                f"{scope} are visible; the log of the rank that failed first is missing",
                 first_of_each(victims),
                 confidence=0.3,
                 missing=(logs, _RECORD, "dmesg of every rank's host"),
