@@ -196,7 +196,7 @@ def test_a_server_that_never_answers_is_waited_for_as_long_as_patience_says(
         ({"key": _KEY}, {}, ["does not list its models", "401", "UNISONO_SAMPLER_KEY"]),
         ({"kind": "html"}, {}, ["cannot sample for this run", "welcome to the gateway"]),
         ({"kind": "hangs"}, {}, ["does not answer", "no answer within 10 s"]),
-        ({}, {"temperature": 0.7}, ["other log-probabilities", "--logprobs-mode processed_logprobs"]),
+        ({}, {"temperature": 0.7}, ["different log-probabilities", "--logprobs-mode processed_logprobs"]),
     ],
     ids=["no LoRA", "short prompts", "key", "no vLLM", "hangs", "log-probabilities before the temperature"],
 )
