@@ -141,7 +141,7 @@ def test_what_does_not_decide_what_is_learned_may_change(tmp_path: Path) -> None
     _write_run(root)
     decision = _decide(root, duration="5 epochs", restarts=7, track=["tensorboard"], grace="1 minute")
     assert decision.kind == "resume"
-    assert "5 epochs, it was 3 epochs" in decision.reason
+    assert "5 epochs instead of 3 epochs" in decision.reason
 
 
 @pytest.mark.parametrize("outcome", [None, "completed"])
