@@ -426,7 +426,7 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     """
     if host in _ALL_ADDRESSES:
         raise UsageError.of(
-            f"the head cannot listen on `{host}`: that is every network of this machine",
+            f"the head cannot listen on `{host}`, which stands for all networks of this machine",
             fix="pass the address on which the other nodes reach this one: --head HOST:PORT",
         )
     family, address = _resolve(host, port)

@@ -471,7 +471,7 @@ def _out_of_their_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: fl
         f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and its loop has ended;"
         f" {labels(run_view, ahead)} {'is still in its loop' if len(ahead) == 1 else 'are still in theirs'}"
     )
-    ways = {True: "its loop has had that before", False: "nothing leads back from there to its steps"}
+    ways = {True: "its loop contains this operation", False: "this operation comes after its loop"}
     evidence = [
         Evidence(where=labels(run_view, [rank]), text=f"{begun[rank]}; {ways[rank in ahead]}")
         for rank in beats

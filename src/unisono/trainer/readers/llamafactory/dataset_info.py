@@ -376,7 +376,7 @@ class _DatasetEntry:
                 f"the dataset {self._name} is a loading script",
                 key,
                 why=why,
-                fix="save its rows to a file, and name that in file_name",
+                fix="save its rows to a file, and set file_name to it",
             )
         elif key in ("ms_hub_url", "om_hub_url"):
             hub = "ModelScope" if key == "ms_hub_url" else "OpenMind"
