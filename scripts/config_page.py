@@ -121,7 +121,7 @@ def _meaning(entry: Entry, t: Translate, language: str) -> str:
     words |= set(USED) if entry.name.startswith("preference.") else set()
     said = [sentence(t(text), words, language) for text in texts if text]
     if entry.name == "data.eval":
-        said.append(t("A list holds sources with the same keys as those of [`data.train`](#datatrain)."))
+        said.append(t("A list holds sources with the same keys as in [`data.train`](#datatrain)."))
     return ("" if language == "zh" else " ").join(said)
 
 

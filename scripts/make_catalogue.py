@@ -46,7 +46,7 @@ WORDS = (
     "rank {rank}", "host {host}", "rank {rank}, host {host}", "required", "default", "e.g. {example}",
     "{name} takes a whole number from {low} to {high}", "{name} takes a whole number, at least {low}",
     "{name} takes a number from {low} to {high}", "{name} takes a number, at least {low}", "{number} for evaluation", "{number} cut", "{number} split", "{number} dropped", "{number} bad", "fresh", "flat rows", "padded rows", "sequences", "pictures", "tokens",
-    "a value", "text that is not empty", "starting", "evaluating", "leaving",
+    "a value", "text that is not empty", "ledger", "rows", "pairs", "perplexity", "training", "answering", "starting", "evaluating", "leaving",
     *(f"{kind} {bounds}" for kind in ("a number", "a whole number") for bounds in (
         "above {low}", "of at least {low}", "at most {high}", "below {high}", "of at least {low} and at most {high}",
         "of at least {low} and below {high}", "above {low} and at most {high}", "above {low} and below {high}")),
@@ -231,7 +231,7 @@ class Texts(ast.NodeVisitor):
             self._add(text)
 
     def _is_text(self, text: str) -> bool:
-        words = _WORD.findall(PLACEHOLDER.sub(" ", text))
+        words = _WORD.findall(PLACEHOLDER.sub(" ", text).replace("unisono ", " "))  # commands, versions
         if not any(word.islower() and len(word) > 1 for word in words):
             return False
         least = 1 if PLACEHOLDER.search(text) else self._least_words

@@ -132,7 +132,7 @@ async def _get(
                 return await _exchange(reader, writer, parts, most_bytes)
         except (OSError, h11.ProtocolError) as error:
             why = one_line(str(error), limit=_SHOWN)
-    raise FetchError(f"{parts.hostname} cannot be asked: {why}")
+    raise FetchError(f"{parts.hostname} cannot be reached: {why}")
 
 
 async def _exchange(

@@ -117,15 +117,15 @@ SLIPS = [
         "a config key has no dashes: optim.lr=VALUE",
     ),
     ("train", "`unisono train` needs config, which is missing", "`unisono train train.yaml optim.lr=1e-4`"),
-    ("trian x.yaml", "trian is not a command of `unisono`", "did you mean `unisono train`?"),
-    ("preview x.yaml", "preview is not a command of `unisono`", "did you mean `unisono data preview`?"),
-    ("merge a b", "merge is not a command of `unisono`", "did you mean `unisono export RUN OUT --merge`?"),
-    ("data .", ". is not a command of `unisono data`", "did you mean `unisono data preview .`?"),
-    ("checkpoint .", ". is not a command of", "did you mean `unisono checkpoint ls .`?"),
-    ("frobnicate", "frobnicate is not a command of `unisono`", "`unisono --help` describes the commands"),
+    ("trian x.yaml", "`trian` is not a command of `unisono`", "did you mean `unisono train`?"),
+    ("preview x.yaml", "`preview` is not a command of `unisono`", "did you mean `unisono data preview`?"),
+    ("merge a b", "`merge` is not a command of `unisono`", "did you mean `unisono export RUN OUT --merge`?"),
+    ("data .", "`.` is not a command of `unisono data`", "did you mean `unisono data preview .`?"),
+    ("checkpoint .", "`.` is not a command of", "did you mean `unisono checkpoint ls .`?"),
+    ("frobnicate", "`frobnicate` is not a command of `unisono`", "`unisono --help` describes the commands"),
     (
         "checkpoint lss",
-        "lss is not a command of `unisono checkpoint`",
+        "`lss` is not a command of `unisono checkpoint`",
         "did you mean `unisono checkpoint ls`?",
     ),
     ("train x.yaml --nproc x", "--nproc x is not valid", "give --nproc a whole number from 1 to 1024"),
@@ -169,7 +169,7 @@ def test_what_the_parser_refuses_is_json_on_request(
     (problem,) = refused["problems"]
     assert what in problem["what"]
     assert fix in problem["fix"]
-    assert problem["where"].startswith("command line: unisono")
+    assert problem["where"].startswith("command line: `unisono")
     assert problem["why"]
 
 

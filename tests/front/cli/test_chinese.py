@@ -203,7 +203,7 @@ def test_a_bad_config_is_refused_in_chinese_and_its_json_is_the_same(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "first"),
     [
-        (("trian",), "错误：`unisono` 没有命令 trian"),
+        (("trian",), "错误：`unisono` 没有命令 `trian`"),
         (("train",), "错误：`unisono train` 缺少 config"),
         (("train", "--nonsense", "x.yaml"), "错误：`unisono train` 没有选项 --nonsense"),
         (("train", "x.yaml", "--restarts", "many"), "错误：--restarts many 无效"),

@@ -287,7 +287,7 @@ def test_the_end_reports_where_the_result_is_and_what_to_type_next(tmp_path: Pat
     [
         (
             {"compared": "logits", "why": "", "differs_by": 3.7e-3, "tolerance": 2e-2, "seconds": 0.4},
-            "read back in 0.4 s: logits differ by 3.7e-03 of their spread from those of the trained model",
+            "read back in 0.4 s: logits differ from the trained model's by 3.7e-03 of their spread",
         ),
         (
             {"compared": "digests", "why": "there is no memory to load it again", "differs_by": None, "tolerance": 0, "seconds": 2.0},

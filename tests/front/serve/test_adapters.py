@@ -97,7 +97,7 @@ def test_what_cannot_share_a_model_is_refused(
     for words, said in (
         ([endless, "--adapter", "one"], "NAME=DIR"),
         ([endless, "--adapter", f"one={one}", "--adapter", f"one={two}"], "two models have the name"),
-        ([one, "--adapter", f"two={two}"], "has an adapter itself"),
+        ([one, "--adapter", f"two={two}"], "already has an adapter"),
         ([endless, "--adapter", f"two={endless}"], "not an adapter"),
         ([other, "--adapter", f"two={two}"], "trained on a different base model"),
         ([endless, "--adapter", f"two={tmp_path / 'missing'}"], "missing"),

@@ -131,7 +131,7 @@ def test_pictures_that_cannot_be_used_are_refused_by_their_number_with_the_reaso
         "picture 1 is not valid base64": [picture("data:image/png;base64,!!!!")],
         "picture 1 is not a data URL in base64": [picture("data:image/png,abc")],
         "picture 1 has no URL": [{"type": "image_url"}],
-        "has another detail": [picture(good, detail="low")],
+        "is neither auto nor high": [picture(good, detail="low")],
         "17 pictures, and at most 16": [picture(good)] * 17,
         "http and https URLs are refused; --image-hosts": [picture("http://127.0.0.1/a.png")],
         "file URLs are refused; --image-folders": [picture("file:///etc/hostname")],

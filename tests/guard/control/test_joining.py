@@ -282,5 +282,5 @@ def test_only_the_chosen_address_listens(room: "Room") -> None:
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", head.address[1]), 5):
         pass
     for everywhere in ("", "0.0.0.0", "::"):
-        with pytest.raises(UsageError, match="every network"):
+        with pytest.raises(UsageError, match="all networks"):
             room.head(host=everywhere)

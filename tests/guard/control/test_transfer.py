@@ -139,7 +139,7 @@ def test_a_changed_byte_is_found_on_arrival_and_nothing_is_kept(
         error = outcome_of(transfers).error
         [event] = room.hears(head, FileReceived)
     assert error == event.error
-    assert "it has changed after node 1 (host1) wrote it" in error
+    assert "it has changed since node 1 (host1) wrote it" in error
     assert written.xxh3_128 in error
     assert event.path is None
     assert not list(desk.iterdir())
@@ -405,7 +405,7 @@ def offer_body(size: int = 10 * MIB, *, number: int = 0, name: str = "a") -> dic
     [
         ([offer_body(), *[Piece(0, n * PIECE_BYTES, bytes(PIECE_BYTES)) for n in range(WINDOW + 1)]], "more of a file than was requested"),
         ([offer_body(), offer_body()], "offered a file twice"),
-        ([offer_body(number=number) for number in range(MAX_OPEN + 1)], f"offered a file while {MAX_OPEN} of its own wait"),
+        ([offer_body(number=number) for number in range(MAX_OPEN + 1)], f"offered a file while {MAX_OPEN} of its files wait"),
         ([{**offer_body(), "bytes": -1}], "an invalid offer of a file"),
         ([{**offer_body(), "bytes": 1 << 63}], "an invalid offer of a file"),
         ([{**offer_body(), "xxh3_128": "../../etc"}], "an invalid offer of a file"),
@@ -450,7 +450,7 @@ def test_pieces_that_do_not_follow_each_other_are_refused(room: "Room", desk: Pa
         wait_for_credit(sock)
         sock.sendall(seal.close(encode_piece(Piece(0, offset, b"x"))))
         [event] = room.hears(head, FileReceived)
-    assert "do not follow each other" in event.error
+    assert "are not contiguous" in event.error
     assert not list(desk.iterdir())
 
 
@@ -462,7 +462,7 @@ def test_more_than_was_offered_is_refused(room: "Room", desk: Path) -> None:
         wait_for_credit(sock)
         sock.sendall(seal.close(encode_piece(Piece(0, 0, b"xx"))))
         [event] = room.hears(head, FileReceived)
-    assert "are more than was offered" in event.error
+    assert "exceed the offered size" in event.error
     assert not list(desk.iterdir())
 
 

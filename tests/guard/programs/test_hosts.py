@@ -132,7 +132,7 @@ def test_a_host_without_an_answer_is_named(place: Path, monkeypatch: pytest.Monk
         (["torchrun", "--node-rank", "0", "program.py"], "--node-rank 0 selects one node"),
         (
             ["torchrun", "--nnodes", "3", "program.py"],
-            "--hosts makes 2 nodes with this one, but --nnodes says 3",
+            "--hosts makes 2 nodes with this one, but --nnodes is 3",
         ),
     ],
 )

@@ -114,7 +114,7 @@ def test_files_that_were_moved_are_a_line() -> None:
     (found,) = changed(PLAN, plan(config=config(data={"train": "moved.jsonl"})))
     assert found.text == 'data.train is "moved.jsonl", and was "rows.jsonl": the rows are the same'
     (found,) = changed(PLAN, plan(config=config(model={"path": "m-moved"})))
-    assert found.text.endswith("its files hold the same")
+    assert found.text.endswith("its files have the same content")
 
 
 def test_other_rows_report_exactly_where_the_run_continues_in_them() -> None:

@@ -141,7 +141,7 @@ def test_what_does_not_decide_what_is_learned_may_change(tmp_path: Path) -> None
     _write_run(root)
     decision = _decide(root, duration="5 epochs", restarts=7, track=["tensorboard"], grace="1 minute")
     assert decision.kind == "resume"
-    assert "5 epochs, it was 3 epochs" in decision.reason
+    assert "5 epochs instead of 3 epochs" in decision.reason
 
 
 @pytest.mark.parametrize("outcome", [None, "completed"])
@@ -246,7 +246,7 @@ def test_a_different_unit_is_judged_once_steps_are_known(tmp_path: Path) -> None
     decision = _decide(root, resume=True, duration="120 steps")
     refuse_if_shrunk(decision, done_steps=100, total_steps=120)
     for total in (100, 80):
-        with pytest.raises(UsageError, match=f"comes to {total} steps, and 100 are done"):
+        with pytest.raises(UsageError, match=f"is {total} steps, but 100 are already done"):
             refuse_if_shrunk(decision, done_steps=100, total_steps=total)
 
 
@@ -261,7 +261,7 @@ def test_an_unfinished_run_cannot_lose_steps(tmp_path: Path) -> None:
     _write_run(root)
     decision = _decide(root, duration="1 epoch")
     refuse_if_shrunk(decision, done_steps=40, total_steps=40)  # it has come to its end, and writes its result
-    with pytest.raises(UsageError, match="comes to 30 steps, and 40 are done"):
+    with pytest.raises(UsageError, match="is 30 steps, but 40 are already done"):
         refuse_if_shrunk(decision, done_steps=40, total_steps=30)
 
 

@@ -240,7 +240,7 @@ def test_rank_with_no_way_back_to_its_steps_made_fewer_than_the_others() -> None
     assert isinstance(found, Verdict)
     assert (found.cause, found.ranks) == ("unequal_steps", (1,))
     assert "step 8 was the last" in found.summary
-    assert "nothing leads back" in " ".join(item.text for item in found.evidence)
+    assert "this operation comes after its loop" in " ".join(item.text for item in found.evidence)
 
 
 @pytest.mark.parametrize(

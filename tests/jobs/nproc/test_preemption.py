@@ -181,7 +181,7 @@ def leaves_without_saving(job: Job, *, again: bool) -> None:
     job.wait_gone(limit_s=5)
     result = job.read("result.json")
     assert result["outcome"] == "preempted"
-    why = "a second signal" if again else r"of a grace period of \d+(?:\.\d+)? s"
+    why = "a second signal" if again else r"\(grace period: \d+(?:\.\d+)? s\)"
     note = re.search(rf"{why}: ending the ranks; the newest checkpoint is (\S+), ", front.text("err"))
     assert note is not None, front.text()
     assert note[1][:-8] == result["checkpoint"][:-8]

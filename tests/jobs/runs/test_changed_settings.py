@@ -188,7 +188,7 @@ def test_model_of_a_different_shape_is_refused_though_it_was_allowed(
     assert quiet.returncode == 0, quiet.stderr
     lines = [line for line in warnings(quiet.stdout) if not line.startswith("the learning rate rises")]
     assert lines, "the run was carried to another folder"
-    assert all(line.endswith(("the rows are the same", "its files hold the same")) for line in lines)
+    assert all(line.endswith(("the rows are the same", "its files have the same content")) for line in lines)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_both_ends_of_a_connection_that_was_given_up_report_the_same_words(
 
 
 def test_a_closed_connection_is_the_other_sides_end() -> None:
-    gone = "its unisono process ended without a goodbye"
+    gone = "its unisono process ended without closing the connection"
     assert name_loss(NodeLoss.at_head(Left(1, "b", gone, False)), head="a").hosts == ("b",)
     own = NodeLoss.at_node(Left(0, "a", gone, False), node_rank=1, host="b")
     assert name_loss(own, head="a").hosts == ("a",)

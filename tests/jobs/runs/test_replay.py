@@ -94,12 +94,12 @@ def test_steps_run_again_give_the_same_bits_and_what_does_not_is_named(
     assert done.returncode == 2
     assert "checkpoint step 8 has no 3 logged steps after it" in done.stderr
     assert "metrics.jsonl ends with step 8" in done.stderr
-    assert "without --step, step 4 is taken" in done.stderr
+    assert "without --step, step 4 is used" in done.stderr
 
     rows.write_text(rows.read_text().replace("red", "blue"))
     done = replay(front)
     assert done.returncode == 2
-    assert "the data are not what the run was made with" in done.stderr
+    assert "the data differ from the run's" in done.stderr
 
     damage(front, 4, 6)
     done = replay(front)

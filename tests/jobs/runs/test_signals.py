@@ -116,7 +116,7 @@ def test_rank_that_exceeds_the_grace_time_is_ended_and_the_loss_reported(
     assert process.returncode == 75
     assert time.monotonic() - sent < 20, "it does not wait for the rank, which is deaf"
     assert is_gone(rank)
-    assert "of a grace period of 1.0 s: ending the ranks" in stderr
+    assert "(grace period: 1.0 s): ending the ranks" in stderr
     assert "1 step after it is not in it" in stderr
     assert front.read("result.json")["checkpoint"].endswith("step-00000003")
 

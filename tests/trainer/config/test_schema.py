@@ -169,7 +169,7 @@ def _needed_by(objective: str) -> dict[str, Any]:
         ({"rollout": {"url": "http://x"}}, "rollout.url: engine own does not use it"),
         ({"rollout": {"patience": "1 minute"}}, "rollout.patience: engine own does not use it"),
         ({"rollout": _VLLM | {"url": "ftp://x"}}, "'ftp://x' is not an http or https URL"),
-        ({"rollout": _VLLM | {"url": "http://x?key=1"}}, "it has more than an address"),
+        ({"rollout": _VLLM | {"url": "http://x?key=1"}}, "it has more than a host and a port"),
         ({"rollout": _VLLM | {"patience": "1 hour"}}, "'1 hour' is too long; write at most 25 minutes"),
         ({"rollout": _VLLM | {"temperature": 0.7, "top_k": 5}}, "rollout.temperature: vllm gives log-prob"),
         ({"rollout": _VLLM, "adapter": None}, "rollout.engine: vllm gets the weights as a LoRA adapter"),
@@ -181,7 +181,7 @@ def _needed_by(objective: str) -> dict[str, Any]:
             {"rollout": _VLLM, "adapter": {"modules_to_save": ["lm_head"]}},
             "rollout.engine: vllm does not load whole modules",
         ),
-        ({"duration": "1M tokens"}, "duration: how long answers will be is not known"),
+        ({"duration": "1M tokens"}, "duration: the length of answers is not known in advance"),
         ({"objective": "sft"}, "rewards: objective sft does not use it"),
     ],
 )

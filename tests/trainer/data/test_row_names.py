@@ -177,7 +177,7 @@ def test_answer_ending_in_the_next_question_cannot_have_half_a_weight(tmp_path: 
     """It counts or it does not."""
     sources = Sources(tmp_path, LF_TOKENIZER)
     (problem,) = sources.refused([talk(weight=0.5)], data={"template": "lf:falcon"})
-    assert "answers of lf:falcon end in the next question" in problem.why
+    assert "in lf:falcon the next question contains the end of an answer" in problem.why
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_layers_of_sdxl_have_the_names_of_its_original_unet(ours: str, theirs: s
 
 def test_a_file_of_lycoris_is_refused(tmp_path: Path) -> None:
     save_file({"lora_unet_mid_block_attentions_0_proj_in.hada_w1_a": torch.zeros(2, 2), "lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": torch.zeros(2, 2)}, tmp_path / "l.safetensors")  # fmt: skip
-    with pytest.raises(ModelError, match="not of a LoRA"):
+    with pytest.raises(ModelError, match="do not belong to a LoRA"):
         read_lora(tmp_path / "l.safetensors")
 
 

@@ -183,7 +183,7 @@ def _index_with_a_missing_file(path: Path) -> None:
         (_edit("config.json", vocab_size=10**12), "vocab_size is 1000000000000"),
         (_edit("config.json", text_config={"n_head": 0}), "n_head is 0"),
         *[
-            (_edit("config.json", **{name: size}), "config.json is that of a larger model")
+            (_edit("config.json", **{name: size}), "config.json belongs to a larger model")
             for name, size in (
                 ("num_hidden_layers", 9999),
                 ("hidden_size", 10**9),

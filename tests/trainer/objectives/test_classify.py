@@ -231,7 +231,7 @@ def test_a_classifier_is_trained_further_with_its_head(train_here: Train, run: d
     adapter = {"rank": 4, "alpha": 8, "from": str(second.directory)}
     third = train_here(**run, model=model, adapter=adapter)
     assert third.result["eval"]["loss_before"] == pytest.approx(second.result["eval"]["loss"], rel=1e-5)
-    with pytest.raises(ModelError, match="has other labels than the rows"):
+    with pytest.raises(ModelError, match="has different labels than the rows"):
         train_here(**run, model=model, classify={"labels": [*LABELS, "moon"]})
 
 

@@ -233,9 +233,9 @@ _LAYER = "model.layers.1.mlp.up_proj"
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda t: t.update({f"{_LAYER}.scales": t[f"{_LAYER}.scales"][:, :8]}), f"the tensors of {_LAYER} are not"),
-        (lambda t: t.pop(f"{_LAYER}.qzeros"), f"the tensors of {_LAYER} are not"),
-        (lambda t: t[f"{_LAYER}.g_idx"].fill_(1), "32 numbers of a g_idx are not those of 2 groups"),
+        (lambda t: t.update({f"{_LAYER}.scales": t[f"{_LAYER}.scales"][:, :8]}), f"the tensors of {_LAYER} do not form"),
+        (lambda t: t.pop(f"{_LAYER}.qzeros"), f"the tensors of {_LAYER} do not form"),
+        (lambda t: t[f"{_LAYER}.g_idx"].fill_(1), "32 numbers of a g_idx do not form 2 groups"),
         (lambda t: t.update({f"lm_head.{p}": t[f"{_LAYER}.{p}"] for p in ("qweight", "qzeros", "scales")}), "lm_head is quantized"),
         (lambda t: t.update({f"model.layers.1.mlp.other.{p}": t[f"{_LAYER}.{p}"] for p in ("qweight", "qzeros", "scales")}), "for model.layers.1.mlp.other, but the model has no such linear layer"),
         (lambda t: [t.pop(name) for name in list(t) if name.rpartition(".")[2] in ("qweight", "qzeros", "scales", "g_idx")], "no weight is quantized with GPTQ"),

@@ -161,7 +161,7 @@ def config(**sections: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"optim": {"kind": "muon"}}, "those of an adapter are products of two thin ones"),
+        ({"optim": {"kind": "muon"}}, "an adapter's updates are products of two thin matrices"),
         ({"optim": {"kind": "prodigy", "lora_b_ratio": 4}}, "optim.lora_b_ratio: prodigy finds one learning rate"),
         ({"optim": {"kind": "adamw_8bit"}, "parallel": {"strategy": "fsdp"}}, "the kernels of bitsandbytes need full"),
         ({"optim": {"kind": "adafactor"}, "parallel": {"strategy": "fsdp"}}, "adafactor needs rows and columns"),

@@ -158,7 +158,7 @@ def test_sharded_weights_and_unknown_names_are_refused_by_the_schema() -> None:
         build_config(raw | {"optim": {"kind": "adamv", "schedule": "cosin"}}, lines={}, name="c.yaml")
     assert [(p.what, p.fix) for p in raised.value.problems] == [
         (
-            f"optim.kind: must be one of {', '.join(f'`{name}`' for name in optimizers.OPTIMIZERS)} or a class in a file of yours, `FILE.py:CLASS`, got 'adamv'",
+            f"optim.kind: must be one of {', '.join(f'`{name}`' for name in optimizers.OPTIMIZERS)} or a class in your own file, `FILE.py:CLASS`, got 'adamv'",
             "did you mean `adamw`?",
         ),
         (f"optim.schedule: must be one of {', '.join(f'`{name}`' for name in SCHEDULES)}, got 'cosin'", "did you mean `cosine`?"),

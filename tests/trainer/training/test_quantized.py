@@ -279,7 +279,7 @@ def test_resumed_run_is_bit_equal_and_checkpoint_says_what_it_trained_on(
     changed = {"quantize": "nf4" if embeddings else "fp4"}
     other = train_here(**{**common, "model": changed}, resume=(3, path))
     (warning,) = [m for m in other.of_kind("warning") if m["code"] == "quantized_differently"]
-    assert "differ from those that the checkpoint was trained on" in warning["text"]
+    assert "differ from the weights that the checkpoint was trained on" in warning["text"]
 
 
 def test_the_reference_of_a_preference_run_is_the_quantized_base(

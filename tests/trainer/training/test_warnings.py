@@ -174,7 +174,7 @@ def test_best_checkpoint_still_there_is_the_result_if_the_best_is_gone(train_her
     run = train_here(duration="20 steps", on_message=lose_the_best, **asked)
     assert run.result["eval"]["loss"] == losses[second]
     (warning,) = [message for message in run.of_kind("warning") if message["code"] == "best_is_gone"]
-    assert f"the best step, {best}, is missing; the result is that of step {second}" in warning["text"]
+    assert f"the best step, {best}, is missing; the result comes from step {second}" in warning["text"]
 
 
 def test_early_stop_and_the_best_checkpoint_is_the_result(train_here: Train) -> None:

@@ -41,7 +41,7 @@ _NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "resul
 # The fewer letters a template has, the less English may be in its values.
 _LEAST, _WEAK, _STRONG = 3, 9, 12
 _INDENTED = re.compile(r"(\s*(?:[-•] |\d+\. |\d+ {2,})?)(.*)", re.DOTALL)
-_COLUMN = re.compile(r"(\S[\w.-]*(?: [A-Z]+)?)( {2,})(\S.*)", re.DOTALL)
+_COLUMN = re.compile(r"(\S[\w.-]*(?: [A-Z]+|(?: [a-z]+){1,2})?)( {2,})(\S.*)", re.DOTALL)
 _WIDEST_LABEL = 20  # columns; a wider column has keys
 _STATUS = re.compile(r"((?:pass|WARN|FAIL|\?) +[a-z_.0-9]+ +)(\S.*)", re.DOTALL)
 _LABELLED = re.compile(
@@ -196,7 +196,7 @@ class Chinese:
             return None
         filled = self._entries[template]
         for run, value in zip(_RUN.findall(template), match.groups(), strict=True):
-            if f"`{run}`" in template:  # code
+            if template.partition(run)[0].count("`") % 2:  # code
                 filled = _inserted(filled, run, value)
                 continue
             one = run.count("{") == 1
@@ -219,6 +219,8 @@ class Chinese:
         """
         if value in _NAMES:
             return value if weight > _LEAST else None
+        if value.count("(") != value.count(")"):  # cut at the wrong place
+            return None
         translated = self.sentence(value, depth=depth)
         if translated is not None:
             return translated
@@ -279,9 +281,15 @@ class Chinese:
 
 
 def _inserted(text: str, run: str, value: str) -> str:
-    """A translation with a value, a blank between Chinese and letters or digits."""
+    """A translation with a value, a blank between Chinese and letters or digits, none within
+    Chinese.
+    """
     value = value.replace("{", "\1")
     before, _, after = text.partition(run)
+    if _HAN.match(value[:1]) and _HAN.match(before[-2:-1]):
+        before = before.rstrip(" ")
+    if _HAN.match(value[-1:]) and _HAN.match(after[1:2]):
+        after = after.lstrip(" ")
     gap = " " if _HAN.match(before[-1:]) and _LATIN.match(value[:1]) else ""
     end = " " if _HAN.match(after[:1]) and _LATIN.match(value[-1:]) else ""
     return before + gap + value + end + after

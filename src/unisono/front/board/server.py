@@ -314,9 +314,9 @@ class Gate:
         if name is None or origin is None:
             return PlainTextResponse("the header Host or Origin is not valid", 400)
         if name not in self._hosts:
-            return PlainTextResponse("this server is not called by that name", 421)
+            return PlainTextResponse("this server does not have that name", 421)
         if "origin" in request.headers and origin != host:
-            return PlainTextResponse("another site may not ask this server", 403)
+            return PlainTextResponse("requests from other sites are refused", 403)
         return self._method_refusal(request) or self._stranger_refusal(request)
 
     def _method_refusal(self, request: Request) -> Response | None:

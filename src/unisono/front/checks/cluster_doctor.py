@@ -48,7 +48,7 @@ def examination_of(answer: Mapping[str, object], *, code: int, host: str) -> Exa
 def no_answer_error(*, where: str, tail: Sequence[str], fix: str) -> UnfitError:
     """The error for a doctor run on a cluster that printed no result."""
     return UnfitError.of(
-        "doctor on the nodes ended without a result of node 0",
+        "doctor on the nodes ended without a result from node 0",
         where=where,
         why="; ".join(tail) or "it printed nothing",
         fix=fix,

@@ -28,7 +28,7 @@ from unisono.trainer.plan.families import family_of
 HUB = DoctorCheck(
     "config.hub",
     "the Hub, if this run needs it",
-    "a model or data set that cannot be downloaded fails the start, perhaps on one node only",
+    "the start fails if a model or dataset cannot be downloaded, perhaps on one node only",
     "Only if the config names a model, tokenizer or data set by its Hub id: whether it is in the cache,"
     " whether offline mode is on, whether the Hub responds within two seconds, and whether there is a token"
     " (never shown). Warns at most.",
@@ -122,8 +122,8 @@ START = DoctorCheck(
 MODEL = DoctorCheck(
     "config.model",
     "the model and its tokenizer",
-    "a missing file, or a config and weights of different models, fails the start on the first node that"
-    " reads them",
+    "the start fails on the first node that finds a missing file, or a config and weights of different"
+    " models",
     "Everything that a start reads: config.json, the shapes of the weights, the tokenizer. Fails, with all"
     " problems.",
     ("model_path_missing", "tokenizer_mismatch"),

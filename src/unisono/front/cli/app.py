@@ -77,7 +77,7 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "serve": (
         "serve",
         "serve",
-        "Answer OpenAI's protocol over HTTP with a model.",
+        "Serve a model over HTTP with OpenAI's API.",
         "unisono serve runs/demo --port 8000",
     ),
     "eval": (
@@ -451,7 +451,7 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
             "why": "options and arguments follow the usage of the command",
         }
         problem["fix"] = f"`{path} --help` shows its options and arguments"
-    return UsageError(Problem(**problem | {"where": f"command line: {problem['where']}"}))
+    return UsageError(Problem(**problem | {"where": f"command line: `{problem['where']}`"}))
 
 
 _TORCHRUN_ALONE = dict.fromkeys(
@@ -524,7 +524,7 @@ def _unknown_command(word: str, path: str, known: list[str]) -> dict[str, str]:
         near = f"{_OF_A_GROUP[path]} {shlex.quote(word)}"
     near = near or nearest(word, known)
     return {
-        "what": f"{word} is not a command of `{path}`",
+        "what": f"`{word}` is not a command of `{path}`",
         "where": f"{path} {word}",
         "why": f"the commands are {', '.join(known)}",
         "fix": f"did you mean `{path} {near}`?" if near else f"`{path} --help` describes the commands",

@@ -179,8 +179,8 @@ def _write_file(runs: list[Path], out: Path) -> None:
         printer.emit({"kind": "board", "schema": 1, "runs": described})
     else:
         printer.result(
-            f"{out}: {len(described)} run{'s' * (len(described) != 1)}, {show_bytes(len(text.encode()))}; open it in"
-            " a browser"
+            f"{out}: {len(described)} {'run' if len(described) == 1 else 'runs'},"
+            f" {show_bytes(len(text.encode()))}; open it in a browser"
         )
 
 

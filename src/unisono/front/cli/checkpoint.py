@@ -49,8 +49,8 @@ def export(
             "--format",
             metavar="FORMAT",
             help=(
-                "gguf for llama.cpp and Ollama; of the LoRA of an image model: diffusers, or kohya for A1111"
-                " and ComfyUI."
+                "gguf for llama.cpp and Ollama; for the LoRA of an image model: diffusers, or kohya for"
+                " A1111 and ComfyUI."
             ),
             show_default=False,
         ),
@@ -84,7 +84,10 @@ def export(
         ),
     ] = None,
     no_read_back: Annotated[
-        bool, typer.Option("--no-read-back", help="Do not load what was written again; GGUF always is.")
+        bool,
+        typer.Option(
+            "--no-read-back", help="Do not read the export back to check it; GGUF is always checked."
+        ),
     ] = False,
 ) -> None:
     """Write the adapter, or the whole model, with tokenizer, chat template and
@@ -221,7 +224,7 @@ def _gguf_lines(result: "GgufExported") -> list[str]:
 
     lines = [
         f"{result['out']}: {result['what']} ({result['architecture']}, {result['dtype']}),"
-        f" {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
+        f" {show_bytes(result['bytes'])}, exported from {one_line(result['description'])}"
     ]
     if (converted := result["converted"]) is not None:
         number, others = len(converted["others"]), ", ".join(converted["others"][:3])
@@ -239,8 +242,8 @@ def _gguf_lines(result: "GgufExported") -> list[str]:
         lines.append(f"  read again, tensor by tensor: {differs if result['differs_by'] else 'equal'}")
     if (back := result["read_back"]) is not None:
         lines.append(
-            f"  loaded in llama.cpp: its logits differ by {back['differs_by']:.1e} of their spread from those"
-            " of the model that was written"
+            f"  loaded in llama.cpp: its logits differ from the exported model's by {back['differs_by']:.1e}"
+            " of their spread"
             if back["compared"] == "logits"
             else f"  not loaded in llama.cpp, as {back['why']}"
         )
@@ -261,7 +264,7 @@ def _lines(result: "Exported") -> list[str]:
     from unisono.base.text import one_line, show_bytes
 
     lines = [
-        f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, of"
+        f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, exported from"
         f" {one_line(result['description'])}"
     ]
     if result.get("pictures"):
@@ -278,8 +281,8 @@ def _lines(result: "Exported") -> list[str]:
         )
         if result["dequantized"]:
             lines.append(
-                "  the base weights were quantized in training; they are written as they were computed with,"
-                f" rounded to {result['dtype']}: quantized again, they give other values"
+                "  the base weights were quantized in training; the export has the values that training"
+                f" computed with, rounded to {result['dtype']}; quantizing them again changes them"
             )
     lines += _read_back(result)
     outputs = 1 if result["reward"] else len(result["labels"])
@@ -310,8 +313,8 @@ def _read_back(result: "Exported") -> list[str]:
     if back["compared"] == "digests":
         return [f"  read back: names, shapes and digests only, as {back['why']}"]
     return [
-        f"  read back: its {'logits' if back['compared'] == 'logits' else 'predictions'} differ by"
-        f" {back['differs_by']:.1e} of their spread from those of the model that was written"
+        f"  read back: its {'logits' if back['compared'] == 'logits' else 'predictions'} differ from the"
+        f" exported model's by {back['differs_by']:.1e} of their spread"
     ]
 
 
@@ -684,7 +687,7 @@ def _print_pruned(store: "CheckpointStore", deleted: list[Path], removed: list[P
     for path in removed:
         printer.result(f"removed {path.name}, which a killed writer had left")
     printer.result(
-        f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} stay{'s' * (len(kept) == 1)} in {store.root}"
+        f"{len(kept)} {'checkpoint stays' if len(kept) == 1 else 'checkpoints stay'} in {store.root}"
     )
 
 

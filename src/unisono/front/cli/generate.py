@@ -149,7 +149,9 @@ def generate(
     step: Step = None,
     number: Annotated[
         int,
-        typer.Option(min=1, max=10_000, help="Image model: pictures to draw, with the seeds from --seed on."),
+        typer.Option(
+            min=1, max=10_000, help="Image model: number of pictures; their seeds count up from --seed."
+        ),
     ] = 1,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Image model: denoising steps.")] = 30,
     guidance: Annotated[
@@ -204,7 +206,9 @@ def generate(
             "a prompt and a file of prompts are given", where="--file", fix="pass only one of them"
         )
     if image and file is not None:
-        raise UsageError.of("pictures belong to one prompt", where="--image", fix="omit --file, or --image")
+        raise UsageError.of(
+            "--image and --file exclude each other", where="--image", fix="omit --file, or --image"
+        )
     if stop and not all(stop):
         raise UsageError.of(
             "a stop text is empty", where="--stop", fix="write the text before which an answer ends"
@@ -457,7 +461,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="With --rewards: most tokens of an answer; default: as in the run, else 256.",
+            help="With --rewards: maximum number of tokens in an answer; default: as in the run, else 256.",
             show_default=False,
         ),
     ] = None,
@@ -635,8 +639,8 @@ def _predict(request: "PredictRequest") -> None:
     printer.result(f"  in {result['out']}: {', '.join(result['files'])}")
     if result["rouge"] == "ours":
         printer.notify(
-            "ROUGE is of words by a rule; `pip install 'unisono[llamafactory]'` installs what LLaMA-Factory"
-            " finds them with"
+            "ROUGE splits words by a rule; `pip install 'unisono[llamafactory]'` installs LLaMA-Factory's"
+            " word splitter"
         )
 
 
@@ -647,7 +651,7 @@ def table(result: "Evaluated", data: str) -> list[str]:
     figures, ledger = result["figures"], result["ledger"]
     lost = {name: ledger.get(name, 0) for name in ("cut", "split", "dropped", "bad")}
     note = ", ".join(f"{count} {name}" for name, count in lost.items() if count)
-    lines = [f"{one_line(result['description'])}, on {one_line(data)}"]
+    lines = [f"{one_line(result['description'])}, evaluated on {one_line(data)}"]
     lines += [f"  {text}" for text in result["formats"]]
     labels = _LABELS | {name: _metric_label(name) for name in figures if name.startswith("metric_")}
     for name, label in labels.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 import typer
 
 from unisono.front.cli.app import refuse_unwritable
-from unisono.front.cli.output import output
+from unisono.front.cli.output import output, shown
 
 if TYPE_CHECKING:
     from unisono.base.errors import UnisonoError
@@ -97,10 +97,12 @@ def init(
     _write_new(out, text)
     if printer.json:
         printer.emit({"schema": 1, "template": name, "path": str(out), **facts})
-    keys = "`model` and `data.train`" if data is None else "`model`"
-    next_step = "fill in the <…>" if name in job_names() else f"set {keys} in it, then `unisono train {out}`"
-    next_step += "" if data or name in job_names() else "; with `--data FILE` it gets what fits your rows"
-    printer.notify(f"wrote {out}: {next_step}")
+    keys = "`model`" if data else "`model` and `data.train`"
+    if name in job_names():
+        printer.notify(f"wrote {out}: fill in the <…>")
+        return
+    fits = "" if data else "; with `--data FILE` it gets what fits your rows"
+    printer.notify(f"wrote {out}: set {keys} in it, then `unisono train {out}`{fits}")
 
 
 def _exclusive(what: str) -> "UnisonoError":
@@ -517,7 +519,7 @@ def preview_lines(previewed: "Preview", *, width: int = 0) -> list[Line]:
             lines += [*_row_lines(part), [("", "")]]
     data = DataSummary.model_validate(previewed["data"])
     lines += [
-        [(text, "")]
+        [(shown(text), "")]
         for text in (
             *_length_lines(previewed["lengths"], width, is_unit=_is_unit(previewed["rows"])),
             "",
@@ -550,12 +552,12 @@ def _row_lines(row: "ShownRow") -> list[Line]:
     from unisono.base.text import one_line, plain
 
     share = row["loss_tokens"] / max(1, row["tokens"])
-    spans = " + ".join(f"{run['tokens']}{_counts(run)}" for run in row["runs"])
+    spans = " + ".join(shown(_span(run)) for run in row["runs"])
     head = (
         f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) ="
         f" {spans}"
     )
-    lines: list[Line] = [[(head, "")], []]
+    lines: list[Line] = [[(shown(head), "")], []]
     for run in row["runs"]:
         kind: Kind = "loss" if run["loss"] else ""
         first, *more = plain(run["text"]).split("\n")
@@ -572,11 +574,16 @@ def _row_lines(row: "ShownRow") -> list[Line]:
     return [[(part, kind) for part, kind in line if part] for line in lines]
 
 
-def _counts(run: "TokenRun") -> str:
-    """Whether a run of tokens counts in the loss, and how much."""
+def _span(run: "TokenRun") -> str:
+    """The tokens of a run, and whether and how much they count in the loss."""
     if not run["loss"]:
-        return ""
-    return " in the loss" if run["weight"] == 1 else f" in the loss with weight {run['weight']:g}"
+        return str(run["tokens"])
+    weight = run["weight"]
+    return (
+        f"{run['tokens']} in the loss"
+        if weight == 1
+        else f"{run['tokens']} in the loss with weight {weight:g}"
+    )
 
 
 def _is_unit(rows: "list[ShownRow]") -> bool:
@@ -600,12 +607,13 @@ def _figure_lines(data: "DataSummary") -> list[str]:
     lines.append(f"template  {one_line(data.template)}")
     for split, part in (("train", data.train), ("eval", data.eval)):
         if part:
-            lines.append(
-                f"{split:<9} {part.rows:,} rows in {part.sequences:,} sequences, {part.tokens:,}"
-                f" tokens, {part.loss_tokens / part.tokens:.1%} in the loss; longest row"
-                f" {part.longest_row:,}"
+            counts = (
+                f"{part.rows:,} rows in {part.sequences:,} sequences, {part.tokens:,} tokens,"
+                f" {part.loss_tokens / part.tokens:.1%} in the loss; longest row {part.longest_row:,}"
             )
-    return [*lines, f"cache     {'hit' if data.cache_hit else 'miss'}: {one_line(data.cache_reason)}"]
+            lines.append(split.ljust(10) + counts)
+    use = f"{'hit' if data.cache_hit else 'miss'}: {one_line(data.cache_reason)}"
+    return [*lines, "cache".ljust(10) + use]
 
 
 def _note_lines(previewed: "Preview") -> list[str]:
@@ -623,12 +631,13 @@ def _ledger_lines(previewed: "Preview", data: "DataSummary") -> list[str]:
     lines = []
     for source in previewed["ledger"]["sources"]:
         dropped = "".join(f", {n:,} dropped ({why})" for why, n in source["dropped"].items())
-        lines.append(
-            f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,}"
-            f" used{dropped}, {source['bad']:,} bad; of the used {source['cut']:,} cut"
+        counts = (
+            f"{one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,}"
+            f" used, {source['bad']:,} bad{dropped}; of the used {source['cut']:,} cut"
             f" ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['not_rendered']:,}"
             f" with parts not rendered, {source['eval']:,} for evaluation"
         )
+        lines.append("ledger".ljust(10) + counts)
     lines += _note_lines(previewed)
     unlisted = sum(data.ledger[name] for name in ("bad", "dropped", "cut", "split", "not_rendered")) - len(
         previewed["notes"]

@@ -88,7 +88,7 @@ def show_rewards(result: RewardsEvaluated, out: Path | None) -> None:
 
 def reward_lines(result: RewardsEvaluated) -> list[str]:
     """The figures as lines for people."""
-    lines = [f"{one_line(result['description'])}, on {one_line(result['source'])}"]
+    lines = [f"{one_line(result['description'])}, evaluated on {one_line(result['source'])}"]
     lines += [f"  {text}" for text in result["formats"]]
     width = max(17, *(len(_label(name)) for name in result["figures"]))
     return lines + [

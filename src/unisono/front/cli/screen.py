@@ -27,7 +27,7 @@ from unisono.base.messages import (
     fields_of,
 )
 from unisono.base.text import columns, one_line, shortened, show_bytes, show_count, show_seconds
-from unisono.front.cli.output import Output, terminal_width
+from unisono.front.cli.output import Output, shown, terminal_width
 from unisono.front.cli.terminal import first_screen
 from unisono.guard.rundir.records import shown_outcome
 from unisono.trainer.plan import RunPlan
@@ -193,7 +193,9 @@ class Screen:
             return
         counted = f" {min(done, total):,} of {total:,}" if share is not None and done and total else ""
         trains = self._pace.rate() is not None  # then the bar shows the steps
-        self._line.show(one_line(str(message.get("text", ""))) + counted, share=None if trains else share)
+        self._line.show(
+            shown(one_line(str(message.get("text", "")))) + counted, share=None if trains else share
+        )
 
     def _on_step(self, message: StepMessage) -> None:
         step = int(message["step"])
@@ -357,8 +359,8 @@ def _read_back(about: Mapping[str, Any] | None) -> list[str]:
         return [f"read back in {took}: names, shapes and digests only, as {about['why']}"]
     what = "logits" if about["compared"] == "logits" else "predictions"
     return [
-        f"read back in {took}: {what} differ by {about['differs_by']:.1e} of their spread from those of the"
-        " trained model"
+        f"read back in {took}: {what} differ from the trained model's by {about['differs_by']:.1e} of their"
+        " spread"
     ]
 
 

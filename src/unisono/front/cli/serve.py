@@ -21,7 +21,8 @@ def serve(
     target: Target,
     overrides: Overrides = None,
     host: Annotated[
-        str, typer.Option(metavar="HOST", help="Address to listen on; every other one needs a key.")
+        str,
+        typer.Option(metavar="HOST", help="Address to listen on; any address but the default needs a key."),
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
@@ -57,14 +58,14 @@ def serve(
         typer.Option(
             min=0,
             metavar="MB",
-            help="Memory for recent prompts, so that prompts that begin alike are read faster.",
+            help="Memory that caches recent prompts; prompts with the same beginning are then read faster.",
         ),
     ] = 256,
     image_hosts: Annotated[
         str | None,
         typer.Option(
             metavar="HOST,…",
-            help="Hosts from which pictures may be fetched that a request names by http or https URLs.",
+            help="Hosts from which pictures may be fetched for http and https URLs in requests.",
             show_default=False,
         ),
     ] = None,
@@ -72,7 +73,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="DIR,…",
-            help="Directories whose pictures a request may name by file URLs.",
+            help="Directories from which requests may read pictures by file URL.",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +83,7 @@ def serve(
     ] = 25.0,
     step: Step = None,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's protocol: /v1/chat/completions, /v1/completions,
+    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions,
     /v1/models.
     """
     from unisono.base.errors import RankDied

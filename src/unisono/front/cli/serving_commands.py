@@ -40,7 +40,7 @@ def serving_command(program: str, result: "Exported | GgufExported") -> tuple[st
         name = shlex.quote(name.lower())  # Ollama takes no upper case
         return f"ollama create {name} -f {shlex.quote(out)}/Modelfile && ollama run {name}", ""
     if result.get("reward") or result.get("labels") or result.get("embeds") or result.get("pictures"):
-        return "", f"{program} is asked for texts, and this model writes none"
+        return "", f"{program} serves models that write text, and this one does not"
     if result["what"] != "adapter":
         return shlex.join(_whole(program, out, name)), ""
     if program == "transformers":

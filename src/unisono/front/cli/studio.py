@@ -35,7 +35,7 @@ def studio(
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="Address to listen on; one that others reach needs --tls-cert, or --proxy.",
+            help="Address to listen on; an external address needs --tls-cert or --proxy.",
         ),
     ] = "127.0.0.1",
     tls_cert: Annotated[
@@ -62,7 +62,7 @@ def studio(
         typer.Option(
             "--launchers",
             metavar="FILE",
-            help="YAML with options of `unisono train` by name: where else runs may be started.",
+            help="YAML file of named `unisono train` options: other places where runs may start.",
             show_default=False,
         ),
     ] = None,
@@ -77,7 +77,7 @@ def studio(
     ] = False,
 ) -> None:
     """Start, stop and resume runs in a browser, chat with their results, and export them. Runs
-    continue without the page and its server.
+    continue when the page or its server is closed.
     """
     from unisono.front.cli.board import open_browser, refuse_without_extra, settings_key
 
@@ -138,7 +138,7 @@ def _read_launchers(path: Path) -> dict[str, tuple[str, ...]]:
         for option, value in options.items():
             if option.replace("-", "_") not in known or isinstance(value, dict | bool | None):
                 raise UsageError.of(
-                    f"{name}: {option} is not an option that says where ranks are",
+                    f"{name}: {option} is not an option for placing ranks",
                     where=str(path),
                     fix=f"{example}; `unisono train --help` lists them",
                 )

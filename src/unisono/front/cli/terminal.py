@@ -122,7 +122,7 @@ class TaskProgress:
 
     def _phase(self, message: PhaseMessage) -> None:
         text, done, total = one_line(message["text"]), message.get("done"), message.get("total")
-        counted = f"{text} {done} of {total}" if total else text
+        counted = f"{shown(text)} {done} of {total}" if total else text
         if self._line is not None:
             self._line.show(counted, share=done / total if total and done is not None else None)
         elif text != self._said:
@@ -223,11 +223,12 @@ def _without_shared_output(plan: RunPlan) -> str:
     if not names:
         return ""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    does, parts = ("do", "their parts are") if len(names) > 1 else ("does", "its part is")
+    several = len(names) > 1
+    parts = "their parts are" if several else "its part is"
     how = f"; {parts} sent over the control channel" if plan.mesh.shards_weights else ""
     return (
-        f"{shown} {does} not see this output_dir: the complete checkpoints are here, on"
-        f" {plan.nodes[0].host}{how}"
+        f"{shown} {'do' if several else 'does'} not see this output_dir: the complete checkpoints are here,"
+        f" on {plan.nodes[0].host}{how}"
     )
 
 

@@ -108,7 +108,7 @@ def train(
         bool,
         typer.Option(
             "--no-read-back",
-            help="Do not load the written result again; the same as checkpoint.read_back=false.",
+            help="Do not read the result back to check it; same as checkpoint.read_back=false.",
         ),
     ] = False,
 ) -> None:

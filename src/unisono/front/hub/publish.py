@@ -90,7 +90,7 @@ def refuse_unready(root: Path, step: int | None) -> None:
         raise UsageError.of(
             f"{root} is a LoRA of an image model",
             where=str(root),
-            why="push makes cards of language models only",
+            why="push writes model cards only for language models",
             fix=f"`unisono export {root} OUT --format diffusers`, then `hf upload REPO OUT`",
         )
     need_decoder(str(root), where=str(root))

@@ -375,7 +375,7 @@ class CompletionRequest(_Request):
             what = "max_tokens: 0 is for echo: true; without it the answer would be empty"
             raise ApiError(400, what, param="max_tokens", code="invalid_value")
         if self.tries < self.choices:
-            what = f"best_of is {self.best_of}, and n {self.choices}; it must be at least as large"
+            what = f"best_of is {self.best_of}, but must be at least n ({self.choices})"
             raise ApiError(400, what, param="best_of", code="invalid_value")
         if self.tries > self.choices and self.stream:
             what = "best_of selects complete answers, and cannot be streamed"

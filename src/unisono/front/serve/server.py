@@ -106,7 +106,7 @@ def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith(b"#"))
     if not keys:
         raise UsageError.of(
-            f"there is no key in {file}", where="--key-file", fix="write one key per line, and no empty file"
+            f"there is no key in {file}", where="--key-file", fix="write at least one key, one per line"
         )
     if mode & 0o077:
         warn(f"warning: {file} can be read or changed by other users (mode {mode:04o}): chmod 600 {file}")

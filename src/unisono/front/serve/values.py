@@ -124,7 +124,10 @@ class ScoreRequest(ValueRequest):
         """
         firsts, seconds = ([one] if isinstance(one, str) else one for one in (self.text_1, self.text_2))
         if len(firsts) not in (1, len(seconds)):
-            what = f"text_1 has {len(firsts)} texts, and text_2 {len(seconds)}; text_1 must have 1 or as many"
+            what = (
+                f"text_1 has {len(firsts)} texts, but text_2 has {len(seconds)}; text_1 must have 1, or as"
+                " many as text_2"
+            )
             raise ApiError(400, what, param="text_1", code="invalid_value")
         if self.truncate_prompt_tokens is not None and facts.gives == "scores":
             what = "an answer that is cut has a different score; shorten it"

@@ -41,7 +41,7 @@ class StudioGate(Gate):
         if not self._bears_token(request):
             return PlainTextResponse("a change needs the token in the header Authorization", 403)
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            return PlainTextResponse("another site may not change anything", 403)
+            return PlainTextResponse("changes from other sites are refused", 403)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         takes = "application/octet-stream" if request.url.path == UPLOADS else "application/json"
         return None if kind == takes else PlainTextResponse(f"the body must be {takes}", 415)

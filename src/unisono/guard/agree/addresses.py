@@ -204,7 +204,7 @@ def _own_names(members: Members) -> Agreement:
     if inside:
         reports = dict(members)
         summary = (
-            f"the own name of {name_all(inside)} resolves to {_listed(reports[inside[0]].host_addresses)}:"
+            f"the host name of {name_all(inside)} resolves to {_listed(reports[inside[0]].host_addresses)}:"
             " unisono sets the interface of its ranks, other programs may fail"
         )
         fix = [
@@ -213,7 +213,7 @@ def _own_names(members: Members) -> Agreement:
         ]
         agreement = violation(replace(rule, violated="warn"), summary, people=inside, fix=fix)
     if without_addresses:
-        text = f"the own name of {name_all(without_addresses)} does not resolve"
+        text = f"the host name of {name_all(without_addresses)} does not resolve"
         agreement = agreement.merged(
             Agreement.noted(rule.id, "unknown", text, where=name_all(without_addresses))
         )
@@ -280,7 +280,7 @@ def judge_interfaces(members: Members) -> Agreement:
             Agreement.noted(rule.id, "unknown", text, where=name_all(without_interfaces))
         )
     if not problems and not without_interfaces:
-        names = f"those set on {name_all(who for who, _ in named)} exist" if named else "none is set"
+        names = f"the interfaces set on {name_all(who for who, _ in named)} exist" if named else "none is set"
         return Agreement.noted(rule.id, "pass", names)
     return agreement
 

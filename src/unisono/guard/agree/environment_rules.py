@@ -136,9 +136,7 @@ def judge_environment(members: Members) -> Agreement:
     names = {name for _, _, values in settings for name in values if compared(name)}
     fatal = sorted(name for name in names if not only_warns(name))
     nonfatal = sorted(names.difference(fatal))
-    good = (
-        f"{len(fatal)} that must be equal are equal" if fatal else "none of those that must be equal is set"
-    )
+    good = f"{len(fatal)} that must be equal are equal" if fatal else "no variable that must be equal is set"
     wording = Wording(shown=_shown(settings), typed=_typed(settings), remedies=_filed(members), good=good)
     agreement = judge_keys(rule, _effects(settings, fatal), wording)
     if not nonfatal:

@@ -196,7 +196,9 @@ class _Line(Connection):
             self._of_files({"t": "gone", "why": why or "the connection has ended"})
         if not self._leaving:
             why = why or (
-                "it closed the connection" if self._clean else "its unisono process ended without a goodbye"
+                "it closed the connection"
+                if self._clean
+                else "its unisono process ended without closing the connection"
             )
             is_cut = self.silence is not None and self.silence.is_cut
             self._inbox.put(
@@ -424,7 +426,7 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     """
     if host in _ALL_ADDRESSES:
         raise UsageError.of(
-            f"the head cannot listen on `{host}`: that is every network of this machine",
+            f"the head cannot listen on `{host}`, which stands for all networks of this machine",
             fix="pass the address on which the other nodes reach this one: --head HOST:PORT",
         )
     family, address = _resolve(host, port)

@@ -466,7 +466,7 @@ class FileReceiver:
             if (caller, offer.transfer) in self._known:
                 raise Malformed("offered a file twice under one number")
             if self._open[caller] >= MAX_OPEN:
-                raise Malformed(f"offered a file while {MAX_OPEN} of its own wait")
+                raise Malformed(f"offered a file while {MAX_OPEN} of its files wait")
             self._known[caller, offer.transfer] = incoming
             self._open[caller] += 1
             self._waiting.append(incoming)
@@ -543,7 +543,7 @@ class FileReceiver:
             if isinstance(item, _StopReason):
                 raise OfferRefused(item)
             if item.offset != size or size + len(item.data) > most:
-                raise OfferRefused("its pieces do not follow each other, or are more than was offered")
+                raise OfferRefused("its pieces are not contiguous, or exceed the offered size")
             _write_all(fd, item.data)
             digest.update(item.data)
             size += len(item.data)
@@ -645,6 +645,6 @@ def _difference(offer: Offer, content: Content) -> str:
     if content.bytes != offer.content.bytes:
         return f"{content.bytes} bytes of {offer.content.bytes} arrived"
     return (
-        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {content.xxh3_128}"
-        f" arrived, {offer.content.xxh3_128} was written; that node's disk or memory is not to be trusted"
+        f"it has changed since node {offer.node_rank} ({offer.host}) wrote it: digest {content.xxh3_128}"
+        f" arrived, {offer.content.xxh3_128} was written; that node's disk or memory cannot be trusted"
     )

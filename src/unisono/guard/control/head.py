@@ -175,7 +175,9 @@ class Head:
             del self.members[hello.node_rank]
             clean = caller.goodbye or self.acknowledged(caller)
             why = why or (
-                "it closed the connection" if clean else "its unisono process ended without a goodbye"
+                "it closed the connection"
+                if clean
+                else "its unisono process ended without closing the connection"
             )
             is_cut = caller.silence is not None and caller.silence.is_cut
             self.inbox.put(

@@ -324,7 +324,7 @@ class Peer:
                 return cls(
                     rank, one_line(host, limit=255), address, tuple(ports), bool(optional and optional[0])
                 )
-        raise ValueError("no peer: [node_rank, host, address, ports, brief] is one")
+        raise ValueError("not a peer; a peer is [node_rank, host, address, ports, brief]")
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class _Run:
             return None
         waits = list(self.waits.items())[:_MOST_SHOWN]
         listed = "; ".join(f"{_ranks(waiting)} in {self._called(at)}" for at, waiting in waits)
-        why = f"others wait ({listed}), and {_ranks(idle)} for nobody"
+        why = f"others wait ({listed}); not waiting: {_ranks(idle)}"
         return Hypothesis(
             "rank_stalled", why, self._evidence([*ranks, *idle], place), tuple(idle), confidence=0.6
         )

@@ -388,7 +388,7 @@ def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
 _RECORD = (
     "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9),"
     " TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every"
-    " rank name who did not come"
+    " rank show which rank did not arrive"
 )
 
 
@@ -397,7 +397,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
     victims = [*view.consequences, *(trace.event for trace in view.facts.tracebacks if view.is_victim(trace))]
     if victims:
         seen = ranks_of(victims)
-        scope = f"only what ranks {', '.join(map(str, seen[:8]))} suffered" if seen else "only consequences"
+        scope = f"only the effects on ranks {', '.join(map(str, seen[:8]))}" if seen else "only consequences"
         world = view.facts.world_size
         others = [str(rank) for rank in range(min(world or 0, 64)) if rank not in seen]
         logs = (
@@ -408,7 +408,7 @@ def find_undetermined(view: View) -> list[Hypothesis]:
         return [
             Hypothesis(
                 "undetermined",
-                f"{scope} is visible; the log of whoever failed first is missing",
+                f"{scope} are visible; the log of the rank that failed first is missing",
                 first_of_each(victims),
                 confidence=0.3,
                 missing=(logs, _RECORD, "dmesg of every rank's host"),

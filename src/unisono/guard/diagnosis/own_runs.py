@@ -480,7 +480,9 @@ def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     absent = [rank for rank in range(facts.world_size or 0) if rank not in {one.rank for one in reports}][
         :_MOST_RANKS
     ]
-    unknown_ranks = f"; of rank {', '.join(map(str, absent))} nothing is known" if absent and reports else ""
+    unknown_ranks = (
+        f"; nothing is known about rank {', '.join(map(str, absent))}" if absent and reports else ""
+    )
     if behind:
         others = max((one.phase for one in reports), key=phase_named)
         summary = (

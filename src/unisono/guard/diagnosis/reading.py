@@ -344,7 +344,7 @@ def read_all(sources: Sequence[Source], *, on_read: Callable[[int], None] = lamb
             if watched.cut:
                 of = "a pipe" if source.is_pipe else f"a compressed file of {size / 1e6:.1f} MB"
                 read.refused.append(
-                    f"{source.name}: after {watched.given_bytes / 1e9:.1f} GB, of {of}, the rest was left"
+                    f"{source.name}: only the first {watched.given_bytes / 1e9:.1f} GB were read, of {of}"
                 )
         before += size
     return read

@@ -106,7 +106,7 @@ def _died(finding: Hypothesis, facts: RunFacts) -> list[str]:
             " allow a core dump, read dmesg on its host."
         ]
     return [
-        f"Look at the last lines of the log of {who} and at how it ended: its exit code, a kill or signal"
+        f"Look at the last lines of the log of {who}, and at how it ended: its exit code, a kill or signal"
         " (dmesg -T, OOM: out of memory), os._exit or sys.exit or an early return in the program."
     ]
 
@@ -136,7 +136,7 @@ def _stalled(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 
 def _oom_host(finding: Hypothesis, facts: RunFacts) -> list[str]:
-    lines = ["Give the job more RAM (host memory; in containers the memory limit), or need less:"]
+    lines = ["Give the job more RAM (host memory; in containers the memory limit), or reduce its use:"]
     if facts.framework == "llamafactory":
         lines[0] += " smaller preprocessing_num_workers and dataloader_num_workers, streaming: true."
     else:
@@ -159,7 +159,7 @@ def _oom_cuda(finding: Hypothesis, facts: RunFacts) -> list[str]:
         " gradient_accumulation_steps, shorter sequences (cutoff)",
     )
     return [
-        f"Need less: {first}; gradient_checkpointing; then ZeRO-3 or FSDP, LoRA or QLoRA.",
+        f"Reduce memory use: {first}; gradient_checkpointing; then ZeRO-3 or FSDP, LoRA or QLoRA.",
         (
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps if much memory is reserved but not"
             " allocated."
@@ -285,8 +285,8 @@ def _shared(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 def _version(finding: Hypothesis, facts: RunFacts) -> list[str]:
     return [
-        "Install the same versions on all nodes, and those that the message requires: pip install --upgrade"
-        " (transformers, accelerate, torch …) as named in it; compare `pip freeze` between nodes."
+        "Install the same versions on all nodes, at least the versions that the message requires: pip"
+        " install --upgrade (transformers, accelerate, torch …); compare `pip freeze` between nodes."
     ]
 
 

@@ -28,9 +28,7 @@ def find_mismatches(view: View) -> list[Hypothesis]:
         return uneven
     if prints:
         odd = _odd_fingerprint(view.facts.of("fingerprint"))
-        why = "two ranks are in different collectives" + (
-            f"; the odd one is rank {odd}" if odd is not None else ""
-        )
+        why = "two ranks are in different collectives" + (f"; rank {odd} differs" if odd is not None else "")
         return [
             Hypothesis(
                 "collective_mismatch",
@@ -181,7 +179,7 @@ def _different(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis
         return [
             Hypothesis(
                 "unequal_steps",
-                f"near the end of the data the ranks are in different collectives ({kinds})",
+                f"near the end of the data, the ranks are in different collectives ({kinds})",
                 evidence,
                 ranks,
                 confidence=0.75,
@@ -260,7 +258,7 @@ def stalled(view: View, rank: int, proofs: list[LogEvent]) -> Hypothesis:
     if near_end(view) and (busy is None or busy.signature not in ("preparing", "preparing_data", "loading")):
         return Hypothesis(
             "unequal_steps",
-            f"near the end of the data rank {rank} did not join a collective in which the others waited",
+            f"near the end of the data, rank {rank} did not join a collective in which the others waited",
             (*proofs[:3], *([busy] if busy else [])),
             (rank,),
             confidence=0.6,

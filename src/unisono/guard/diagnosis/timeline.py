@@ -71,7 +71,7 @@ def draw(
         mark = ">" if row.rank in ranks and row.rank is not None else " "
         lines.append(f"{mark}{row.label:<{labels - 1}}|{_coloured(cells) if colour else cells}|")
     if left:
-        notes.append(f"and {left} more without errors of their own")
+        notes.append(f"and {left} more without errors")
     return [*lines, *(one_line(note, limit=width) for note in notes), *_wrapped(LEGEND, width)]
 
 
@@ -140,7 +140,7 @@ def _scales(rows: Sequence[_Row], *, timed: bool) -> tuple[dict[str, tuple[float
     be compared.
     """
     if not timed:
-        note = "no line has a time: a row shows how far down its log a line is; rows are not to be compared"
+        note = "no line has a time: a row shows how far down its log a line is, so rows cannot be compared"
         return dict.fromkeys((row.host for row in rows), (0.0, 1.0)), [note]
     spans: dict[str, tuple[float, float]] = {}
     for row in rows:
@@ -155,8 +155,8 @@ def _scales(rows: Sequence[_Row], *, timed: bool) -> tuple[dict[str, tuple[float
     if _overlap(list(spans.values())):
         return {row.host: whole for row in rows}, [f"the clocks of {len(hosts)} hosts are taken as they are"]
     note = (
-        "the times of the hosts do not overlap (other clocks or time zones): each host has its own scale,"
-        " columns of two hosts are not to be compared"
+        "the times of the hosts do not overlap (other clocks or time zones): each host has its own scale, so"
+        " columns of two hosts cannot be compared"
     )
     return {row.host: spans.get(row.host, whole) for row in rows}, [note]
 

@@ -70,7 +70,7 @@ _STEPS = Rule(
     (
         (
             "give every rank the same number of batches: the same batch size and number of steps,"
-            " drop_last=True, or one dataset that a distributed sampler deals out"
+            " drop_last=True, or one dataset that a distributed sampler divides"
         ),
     ),
 )

@@ -437,7 +437,7 @@ class _TopologyReader:
         self.least, nodes = _number_of_nodes(text, source)
         if listed not in (None, nodes):
             raise UsageError.of(
-                f"--nodes {nodes} and --hosts, which make {listed} with this one, contradict each other",
+                f"--nodes {nodes} contradicts --hosts, which makes {listed} nodes with this one",
                 where="command line",
                 fix=f"omit --nodes, or pass --nodes MIN:{listed}",
             )
@@ -485,7 +485,7 @@ class _TopologyReader:
                 f"there are {nodes} nodes, and the rank of this node is unknown",
                 where=self._nodes_where(nodes),
                 fix=(
-                    f"on this node: {self._example(str(nodes))}, with R from 0 to {nodes - 1}, its own on"
+                    f"on this node: {self._example(str(nodes))}, with a different R from 0 to {nodes - 1} on"
                     " each node"
                 ),
             )
@@ -553,8 +553,12 @@ class _TopologyReader:
         if self.request.devices:
             return len(self.request.devices), False, f"--devices selects {len(self.request.devices)}"
         if accelerators.count:
-            many = "" if accelerators.count == 1 else "s"
-            return accelerators.count, False, f"{accelerators.count} visible accelerator{many}"
+            many = accelerators.count > 1
+            return (
+                accelerators.count,
+                False,
+                (f"{accelerators.count} visible {'accelerators' if many else 'accelerator'}"),
+            )
         return 1, False, f"one for the CPU: {accelerators.note}" if accelerators.note else "one for the CPU"
 
     @property

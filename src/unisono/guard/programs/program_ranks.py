@@ -374,8 +374,9 @@ class ProgramRanks:
             return []
         self._unwatched.add(candidate.launcher)
         text = (
-            f"process {candidate.launcher} starts ranks while those of process {launcher} run; only one launcher"
-            " at a time is watched, so the ranks of this one are not: start each with its own `unisono run`"
+            f"process {candidate.launcher} starts ranks while process {launcher} still has running ranks;"
+            " unisono watches one launcher at a time and ignores the new ranks: start each launcher with a"
+            " separate `unisono run`"
         )
         return [LauncherUnwatched(text)]
 

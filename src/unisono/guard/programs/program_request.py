@@ -274,7 +274,7 @@ def _refuse_other_hosts(
         )
     if nodes is not None and nodes.origin not in variables and not _is_same(str(topology.nodes), nodes.text):
         raise UsageError.of(
-            f"--hosts makes {topology.nodes} nodes with this one, but {nodes.origin} says {nodes.text}",
+            f"--hosts makes {topology.nodes} nodes with this one, but {nodes.origin} is {nodes.text}",
             where="command line",
             fix=f"omit {nodes.origin}, or name as many hosts",
         )
@@ -325,7 +325,7 @@ def _ports(
         raise UsageError.of(
             f"--head {request.head} and {origin} {program_value} use the same port",
             where="command line",
-            why="the fronts communicate before and while the program does",
+            why="the fronts communicate over it before and during the program",
             fix=f"--head {topology.head_host}:{program_value + 1}",
         )
     port = program_value + 1 if program_value < 65_535 else DEFAULT_PORT

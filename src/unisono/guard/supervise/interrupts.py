@@ -182,8 +182,8 @@ class GracefulStop:
             why = "a second signal"
         elif waited_s > patience_s:
             why = (
-                f"not done {show_seconds(waited_s)} after the signal, of a grace period of"
-                f" {show_seconds(self._grace_s)}"
+                f"not done {show_seconds(waited_s)} after the signal (grace period:"
+                f" {show_seconds(self._grace_s)})"
             )
         else:
             return None
@@ -223,12 +223,12 @@ class NewestCheckpoint:
 
     def __str__(self) -> str:
         lost = self.reached - (self.step if self.path else 0)
-        steps = "1 step" if lost == 1 else f"{lost} steps"
+        steps = f"{lost} step" if lost == 1 else f"{lost} steps"
         if self.path is None:
             return "there is no checkpoint yet" + ("" if self.in_memory else f", and {steps} are lost")
         if lost <= 0:
             return f"the newest checkpoint is {self.path}, and nothing after it is lost"
-        verb = "is" if lost == 1 else "are"
-        return f"the newest checkpoint is {self.path}, and {steps} after it {verb} " + (
-            "not in it" if self.in_memory else "lost"
+        return (
+            f"the newest checkpoint is {self.path}, and {steps} after it {'is' if lost == 1 else 'are'}"
+            f" {'not in it' if self.in_memory else 'lost'}"
         )

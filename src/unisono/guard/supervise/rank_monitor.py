@@ -402,7 +402,7 @@ class StallMonitor:
             message.views if isinstance(message, RankViews) else message.looks
         )
         if not node_ranks.issuperset(one.rank for one in reported):
-            raise ValueError("reports ranks that are not its own")
+            raise ValueError("reports ranks of other nodes")
         if isinstance(message, RankViews):
             self._views |= {view.rank: view for view in message.views}
             self._links[node_rank] = message.links[:_MOST_LINKS]

@@ -80,11 +80,10 @@ def _stopped(run_view: RunView, alive: Sequence[RankView]) -> Suspicion | Verdic
         return None
     since_s = min(view.idle_s for view in stopped)
     ranks = [view.rank for view in stopped]
-    are = "is" if len(ranks) == 1 else "are"
     how = "state T" if stopped[0].process.state == "T" else "its control group is frozen"
     summary = (
-        f"{labels(run_view, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for"
-        f" {since_s:.0f} s"
+        f"{labels(run_view, ranks)} {'is' if len(ranks) == 1 else 'are'} stopped ({how}),"
+        f" {describe_activity(stopped[0])}, for {since_s:.0f} s"
     )
     named = verdict("rank_stopped", summary, run_view, ranks=ranks, since_s=since_s)
     if since_s >= _STOPPED_S:
@@ -326,9 +325,8 @@ def _together_in_a_collective(
         named = verdict("node_unreachable", summary, run_view, ranks=(), since_s=since_s, evidence=links)
     else:
         summary = (
-            f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not"
-            " end; which rank or connection is silent is unknown: NCCL_DEBUG=INFO (--debug-comm) would"
-            " show it"
+            f"all {'remaining ' if ended else ''}ranks wait {describe_activity(first)}, which does not end;"
+            " NCCL_DEBUG=INFO (--debug-comm) would show which rank or connection is silent"
         )
         named = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s

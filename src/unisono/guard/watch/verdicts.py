@@ -467,12 +467,11 @@ def _out_of_their_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: fl
     if len(begun) < len(beats) or {begun[rank] for rank in behind} & {begun[rank] for rank in ahead}:
         return None
     last = max(beats[rank].step for rank in behind) - 1
-    are, its = ("is", "its loop") if len(ahead) == 1 else ("are", "theirs")
     summary = (
-        f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and the loop is over there;"
-        f" {labels(run_view, ahead)} {are} still in {its}"
+        f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and its loop has ended;"
+        f" {labels(run_view, ahead)} {'is still in its loop' if len(ahead) == 1 else 'are still in theirs'}"
     )
-    ways = {True: "its loop has had that before", False: "nothing leads back from there to its steps"}
+    ways = {True: "its loop contains this operation", False: "this operation comes after its loop"}
     evidence = [
         Evidence(where=labels(run_view, [rank]), text=f"{begun[rank]}; {ways[rank in ahead]}")
         for rank in beats

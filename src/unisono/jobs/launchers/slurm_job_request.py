@@ -136,7 +136,7 @@ def _check(word: str, name: str) -> None:
     raise UsageError.of(
         f"{name} {one_line(word, limit=80)!r} is not a valid name or limit for Slurm",
         where="command line",
-        why="valid are letters, digits and _ . @ : -, with no - at the start",
+        why="letters, digits and _ . @ : - are valid, but not - at the start",
         fix=f"e.g. {name} {'gpu' if name == '--partition' else '8:00:00'}",
     )
 

@@ -295,7 +295,9 @@ def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitErr
     kept = [f"checkpoint.keep is {section.keep}, plus the one being written"]
     kept += ["the last one that was read back is kept until a newer one has been read back"]
     kept += ["the best is kept, too"] if section.best else []
-    kept += [f"those at every {plan.keep_every} steps are kept permanently"] if plan.keep_every else []
+    kept += (
+        [f"one checkpoint in every {plan.keep_every} steps is kept permanently"] if plan.keep_every else []
+    )
     missing = show_bytes(needed - room.bytes)
     lower = next(
         (
@@ -312,9 +314,9 @@ def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitErr
         f"the checkpoints of this run do not fit: up to {at_once} at the same time need {show_bytes(needed)},"
         f" and {show_bytes(room.bytes)} are available",
         str(saved.path.parent),
-        f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(kept)};"
-        f" {show_bytes(room.free_bytes)} are free besides the {show_bytes(room.own_bytes)} of the existing"
-        " ones",
+        f"the checkpoint of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(kept)};"
+        f" {show_bytes(room.free_bytes)} are free besides the {show_bytes(room.own_bytes)} of existing"
+        " checkpoints",
         f"{fix}, or set output_dir to a larger disk; then run the same command again, which resumes from step"
         f" {saved.step}",
     )

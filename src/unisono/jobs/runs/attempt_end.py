@@ -427,8 +427,10 @@ def name_drift(
     odd = [one for group in groups if most is not None and group is not most for one in group.members]
     since = f"they were equal after step {equal_at}" if equal_at is not None else "it is the first comparison"
     if odd:
-        verb = "holds" if len(odd) == 1 else "hold"
-        summary = f"{name_all(odd)} {verb} different weights than the other ranks after step {step}; {since}"
+        summary = (
+            f"{name_all(odd)} {'holds' if len(odd) == 1 else 'hold'} different weights than the other ranks"
+            f" after step {step}; {since}"
+        )
     else:
         summary = (
             f"ranks hold different weights after step {step}, and most of them do not agree on any; {since}"
@@ -456,7 +458,10 @@ def _fix_of_drift(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ..
     known = find_cause("replicas_diverged")
     general = known.remedy if known is not None else ()
     if ranks and 0 not in ranks:
-        return ("checkpoints are of rank 0, which is with the majority: they are good", *general[1:])
+        return (
+            "checkpoints are written by rank 0, which agrees with the majority: they are good",
+            *general[1:],
+        )
     if equal_at is not None:
         return (
             (

@@ -78,9 +78,7 @@ class HeadNodes:
         try:
             facts = {rank: _facts_of(answer) for rank, answer in answers.items()}
         except ValidationError as error:
-            raise Disagreed.of(
-                "a node's account of its data cannot be read", why=validation_words(error)
-            ) from error
+            raise Disagreed.of("a node's data report cannot be read", why=validation_words(error)) from error
         self.meeting.judge(compare_prepared({0: prepared_facts(prepared), **facts}, self.meeting.reports))
         self.table.of_nodes = self.meeting.agreement
         return prepared

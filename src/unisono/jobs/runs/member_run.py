@@ -281,7 +281,7 @@ def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
         show({"kind": "note", "time": time.time(), "text": text})
         return
     raise UsageError.of(
-        f"{run.root} holds a run of this node's own",
+        f"{run.root} holds a separate run of this node",
         where="output_dir",
         why="the head's output_dir is not seen from here, and this node's would be mixed with that run",
         fix="set a different output_dir, or pass --fresh on every node",

@@ -183,7 +183,7 @@ def _model_findings(
     keys = _pointing_at(changed, "model")
     old, new = _at(before, "model.digest"), _at(after, "model.digest")
     if old == new:
-        return [ChangeFinding("", f"{change.values}: its files hold the same") for change in keys]
+        return [ChangeFinding("", f"{change.values}: its files have the same content") for change in keys]
     means = (
         "the adapter would continue on weights that it was not trained on"
         if _at(after, "config.adapter") is not None
@@ -217,7 +217,7 @@ def _row_findings(
     means = _effect_of_rows(before, after)
     if keys or _differ(files):
         why = "; ".join([*(change.values for change in keys), *(["files changed"] if _differ(files) else [])])
-        text = f"the rows differ from those with which the run began{f' ({why})' if why else ''}: {means}"
+        text = f"the rows differ from the rows at the start of the run{f' ({why})' if why else ''}: {means}"
         findings.append(ChangeFinding("data", text, _digest_of(before), _digest_of(after), "refused"))
     elif not explained:
         why = f" ({'; '.join(encoders)})" if encoders else ""

@@ -97,24 +97,24 @@ class Replayed:
         """For people; the first line is the answer."""
         one = self.first == self.last
         if not self.differences:
-            return [
-                f"{self.steps} give{'s' * one} the same loss{'es' * (not one)} and gradient"
-                f" norm{'s' * (not one)}, bit for bit"
-            ]
+            same = (
+                "gives the same loss and gradient norm" if one else "give the same losses and gradient norms"
+            )
+            return [f"{self.steps} {same}, bit for bit"]
         first = self.differences[0]
         shown = f"{first.name} of step {first.step} is {first.again!r} now, and was {first.logged!r}"
         if self.is_right:
             return [
-                f"{self.steps} give{'s' * one} the same to rounding, not bit-exactly: {shown}",
+                f"{self.steps} {'gives' if one else 'give'} the same to rounding, not bit-exactly: {shown}",
                 *self.explanations,
             ]
-        return [f"{self.steps} do{'es' * one} not give the same: {shown}", *self.explanations]
+        return [f"{self.steps} {'does' if one else 'do'} not give the same: {shown}", *self.explanations]
 
     def error(self, where: str) -> IntegrityError:
         """The explanation if the replay differs."""
         known = "; ".join(self.explanations)
         why = (
-            f"more than rounding can make, which these allow for: {known}"
+            f"the difference is larger than rounding can explain; known changes: {known}"
             if known
             else "no known change: data, model, packages, ranks, threads and device are the same as in the run"
         )
@@ -124,8 +124,8 @@ class Replayed:
             why=why,
             fix=(
                 "run it once more: if the figures change again, this machine's arithmetic is unreliable"
-                " (memory, heat); if not, the logged steps were made with something else, or this is a bug in"
-                " unisono: please report it"
+                " (memory, heat); if not, the logged steps ran under different conditions, or this is a bug"
+                " in unisono: please report it"
             ),
         )
 
@@ -386,7 +386,7 @@ def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, lo
     if step is not None:
         what = f"checkpoint step {step} has no {steps} logged steps after it"
         able = [number for number in there if _has_steps_after(number, steps, logged)]
-        fix = f"without --step, step {max(able)} is taken" if able else fix
+        fix = f"without --step, step {max(able)} is used" if able else fix
     else:
         what = f"no checkpoint has {steps} logged steps after it"
     newest = f"the newest checkpoint is of step {max(there)}; " if there else "there is no checkpoint; "
@@ -429,7 +429,7 @@ def _refuse_changed(plan: RunPlan, prepared: PreparedInputs) -> None:
     ):
         if now != digest:
             raise UsageError.of(
-                f"the {name} {'are' if name == 'data' else 'is'} not what the run was made with",
+                f"the {name} differ{'' if name == 'data' else 's'} from the run's",
                 where=key,
                 why=f"digest {digest} then, {now} now, so the steps cannot give the same results",
                 fix="restore the files, or omit --replay",

@@ -231,7 +231,7 @@ def rehearse(request: TrainRequest, show: Show, *, ignored_launcher: str | None 
     """
     if request.nodes not in (None, "1") or request.hosts:
         raise UsageError.of(
-            "a rehearsal is for one node",
+            "a rehearsal runs on one node",
             where="--rehearse",
             why="it tries the path from data to export, and leaves nothing behind",
             fix="remove --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",

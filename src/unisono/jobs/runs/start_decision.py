@@ -144,7 +144,7 @@ def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: i
     done = max(done_steps, decision.done_steps)
     if total_steps < done or (decision.kind == "extend" and total_steps == done):
         raise UsageError.of(
-            f"the duration comes to {total_steps} steps, and {done} are done",
+            f"the duration is {total_steps} steps, but {done} are already done",
             where="duration",
             why="a run can be resumed or extended, but not lose steps",
             fix="set a longer duration, or a different output_dir, or pass --fresh",
@@ -299,9 +299,9 @@ def _decide_resume(
     if isinstance(ended, str):
         reason += f" ({one_line(shown_outcome(ended, result.get('verdict')), limit=40)})"
     if before.duration != config.duration:
-        reason += (
-            f"; its duration is now {config.duration}, it was {before.duration}: the learning rate schedule"
-            " is now that of the new length"
+        reason = (
+            f"{reason} with a new duration, {config.duration} instead of {before.duration}, which the learning"
+            " rate schedule follows"
         )
     return StartDecision("resume", str(plan["run_id"]), reason)
 

@@ -265,7 +265,8 @@ def refuse_missing_packages(loaded: LoadedConfig, installed: Collection[str]) ->
     for needed in needed_packages(loaded.config):
         missing = [name for name in needed.names if name not in installed]
         if missing:
-            what = f"{needed.words} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+            packages = " and ".join(missing)
+            what = f"{needed.words} needs the {'packages' if len(missing) > 1 else 'package'} {packages}"
             where = loaded.origins.get(needed.key, needed.key)
             problems.append(Problem(what, where, "not installed here", f"pip install {' '.join(missing)}"))
     if problems:

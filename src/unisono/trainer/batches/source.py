@@ -55,7 +55,7 @@ class Counts:
         units: number of rows, pairs, or rated answers.
         loss_tokens: number of tokens that count in the loss, over all sides.
         first_tokens: number of all tokens on the first side of the units.
-        unpredicted: of a unit with two sides the number of these that stand for pictures.
+        unpredicted: for units with two sides, the number of these tokens that stand for pictures.
     """
 
     units: int

@@ -380,7 +380,7 @@ def _not_accessible(error: OSError, path: Path) -> StorageFailed:
     problem = Problem(
         f"checkpoint {path.name} cannot be written: {error.strerror or error}",
         str(error.filename or path),
-        "the storage does not answer whether it exists",
+        "the storage does not report whether it exists",
         "fix it; older checkpoints are unchanged",
     )
     return StorageFailed(problem, path=path)

@@ -34,17 +34,17 @@ class AnswerFunction(Section):
     use: str = Field(
         min_length=1,
         description=(
-            "FILE.py:FUNCTION of your own, with `--trust-code`; or exact, contains, regex, length, format,"
+            "your own FILE.py:FUNCTION, with `--trust-code`; or exact, contains, regex, length, format,"
             " json_valid, json_schema, math, rouge_l, bleu, model (only in `rewards`)"
         ),
     )
     deadline: SecondsText = Field(
-        default="60 seconds", description="time of one call, for the answers to one prompt"
+        default="60 seconds", description="time limit of one call, which rates the answers to one prompt"
     )
     on_error: Literal["error", "skip"] | Number = Field(
         default="error",
         description=(
-            "what follows if it raises, misses the deadline, or gives anything but a number. error:"
+            "what happens if it raises, misses the deadline, or returns anything but a number. error:"
             " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group, or the mean;"
             " a number: the value of that answer"
         ),
@@ -60,7 +60,7 @@ class AnswerFunction(Section):
     pattern: Pattern | None = Field(default=None, description="regex: searched in the answer")
     min: int = Field(default=0, ge=0, description="length: fewest tokens of an answer")
     max: int | None = Field(
-        default=None, ge=0, description="length: most tokens of an answer; null: any number"
+        default=None, ge=0, description="length: maximum number of tokens in an answer; null: unlimited"
     )
     tags: list[Annotated[str, Field(min_length=1)]] = Field(
         default=["think", "answer"],
@@ -99,7 +99,7 @@ _SPECIAL = frozenset(name for names in FUNCTIONS.values() for name in names)
 
 
 class MetricSection(AnswerFunction):
-    """A metric of generated answers: a function like those of `rewards`, whose mean is reported."""
+    """A metric of generated answers: a function as in `rewards`, whose mean is reported."""
 
     kinds: ClassVar[frozenset[str]] = frozenset(FUNCTIONS) - {"model"}
 

@@ -41,9 +41,7 @@ Format = Literal[
 
 
 class TagsSection(Section):
-    """The words of a source for the keys of a turn and for its roles; any other role makes a row
-    bad.
-    """
+    """The keys and roles that a source uses for turns; rows with any other role are bad."""
 
     role_tag: str = Field(default="from", description="the key of a turn's role")
     content_tag: str = Field(default="value", description="the key of a turn's text")
@@ -123,13 +121,11 @@ class SourceSection(Section):
         ),
     )
     media_dir: Annotated[str | None, NamesFile()] = Field(
-        default=None, description="like data.media_dir, for this source; null: that"
+        default=None, description="like data.media_dir, for this source; null: data.media_dir"
     )
     pictures: PicturesSection | None = Field(
         default=None,
-        description=(
-            "with `objective: diffusion`: what differs for the pictures of this source; null: nothing"
-        ),
+        description=("with `objective: diffusion`: settings for the pictures of this source; null: none"),
     )
 
     @model_serializer(mode="wrap")
@@ -146,8 +142,8 @@ class MixSection(Section):
         default="concat",
         description=(
             "concat: all rows of all sources; interleave: rows are taken from the sources in turn, until the"
-            " first is exhausted (under), until all are, the others starting over (over), or until all are,"
-            " each row once (once)"
+            " first is exhausted (under), until all are, with exhausted ones starting over (over), or until"
+            " all are, with each row once (once)"
         ),
     )
     probabilities: list[Positive] | None = Field(
@@ -239,8 +235,8 @@ class DataSection(Section):
     resolution: Resolution | None = Field(
         default=None,
         description=(
-            "with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of"
-            " the model"
+            "with `objective: diffusion`: the side of a square in pixels, or [width, height]; null: the"
+            " model's"
         ),
     )
     pixels: PixelsSection = Field(
@@ -250,16 +246,16 @@ class DataSection(Section):
     media_dir: Annotated[str | None, NamesFile()] = Field(
         default=None,
         description=(
-            "the directory where relative paths of pictures in rows begin; null: that of the file with the"
-            " rows, else the working directory"
+            "the directory where relative paths of pictures in rows begin; null: the directory of the file"
+            " with the rows, else the working directory"
         ),
     )
     cache_bytes: BytesText | None = Field(
         default=None,
         description=(
-            "host memory of a node in which pictures of rows are kept: their pixels, or their features if the"
-            " vision part is not trained; null: a quarter of what is available for features, 256 MiB per rank"
-            " for pixels"
+            "host memory per node that caches pictures: their pixels, or their features if the vision part"
+            " is not trained; null: a quarter of the available memory for features, 256 MiB per rank for"
+            " pixels"
         ),
     )
     frames: FramesSection = Field(
@@ -268,19 +264,22 @@ class DataSection(Section):
     image_hosts: list[HostText] = Field(
         default=[],
         description=(
-            "hosts from which pictures that rows name by their http and https URLs are fetched, once; `HOST:PORT`"
+            "hosts from which http and https URLs of pictures in rows are fetched, once; `HOST:PORT`"
             " for other ports than 80 and 443; empty: such rows are bad"
         ),
     )
     boxes: Literal["tokens", "list"] = Field(
         default="tokens",
         description=(
-            "how boxes of the column `objects` (ms-swift) are written. tokens: with those of the model's family,"
+            "how boxes of the column `objects` (ms-swift) are written. tokens: with the tokens of the"
+            " model's family,"
             " e.g. `<|box_start|>(x1,y1),(x2,y2)<|box_end|>`; list: `[x1, y1, x2, y2]`, as in ms-swift with"
             " `QWENVL_BBOX_FORMAT=new`"
         ),
     )
-    max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
+    max_length: int = Field(
+        default=1024, ge=8, description="maximum number of tokens of a row, and of a packed sequence"
+    )
     too_long: Literal["error", "cut", "drop", "split", "keep-answer", "balanced"] = Field(
         default="error",
         description=(

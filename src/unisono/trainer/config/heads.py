@@ -113,8 +113,8 @@ class EmbedSection(Section):
     pooling: Literal["last", "mean"] = Field(
         default="last",
         description=(
-            "the embedding of a text: last: the last hidden state of its last token; mean: the mean of those"
-            " of all its tokens"
+            "the embedding of a text: last: the last hidden state of its last token; mean: the mean over all"
+            " its tokens"
         ),
     )
     normalize: bool = Field(

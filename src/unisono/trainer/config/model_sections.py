@@ -96,7 +96,7 @@ class ModelSection(Section):
         default=False,
         description=(
             "with `quantize`: keep embedding and head in 8 bits, too, with a scale for each token; peft and"
-            " bitsandbytes alone have them in 16"
+            " bitsandbytes alone keep them in 16 bits"
         ),
     )
     quantize_compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -121,7 +121,7 @@ class AdapterSection(Section):
         ),
     )
     rank: int = Field(
-        default=16, ge=1, description="the rank r of the update B·A; of oft the size of a block of rotations"
+        default=16, ge=1, description="the rank r of the update B·A; for oft, the size of a rotation block"
     )
     alpha: Positive = Field(
         default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)"

@@ -153,7 +153,7 @@ def _digest(code: OwnCode) -> str:
         ) from None
     except (RecursionError, MemoryError):  # what Python raises for thousands of brackets or terms
         raise ConfigError.of(
-            f"the {what} is nested too deep for Python",
+            f"the {what} is nested too deeply for Python",
             where=str(path),
             fix="write it with fewer brackets and shorter sums",
         ) from None
@@ -169,7 +169,7 @@ def _digest(code: OwnCode) -> str:
         raise ConfigError.of(
             f"the file of the {what} has no {kind} {code.name}",
             where=str(path),
-            why=f"it has {', '.join(names)}" if names else f"it has no {kind} at its top",
+            why=f"it has {', '.join(names)}" if names else f"it has no {kind} at its top level",
             fix=f"did you mean `{path.name}:{near}`?"
             if near
             else f"name a {kind} of the file, as FILE.py:{kind.upper()}",

@@ -34,7 +34,9 @@ def _check_url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{text!r} is not an http or https URL; write http://HOST:PORT")
     if parts.query or parts.fragment or parts.username is not None:
-        raise ValueError("it has more than an address; write http://HOST:PORT, and set UNISONO_SAMPLER_KEY")
+        raise ValueError(
+            "it has more than a host and a port; write http://HOST:PORT, and set UNISONO_SAMPLER_KEY"
+        )
     _ = parts.port  # raises ValueError if it is none
     return text.rstrip("/")
 
@@ -52,7 +54,7 @@ ShortPatience = Annotated[
 
 
 class RewardSection(AnswerFunction):
-    """A reward of answers: a function of your own, or a built-in one."""
+    """A reward of answers: your own function, or a built-in one."""
 
     weight: Number = Field(default=1.0, description="factor of this reward in the sum of rewards")
     path: Annotated[str | None, NamesFile()] = Field(
@@ -62,22 +64,25 @@ class RewardSection(AnswerFunction):
     )
     device: Literal["cpu", "cuda"] = Field(
         default="cpu",
-        description="model: what the reward model computes on; cuda: the GPU of the rank, in whose memory it is then",
+        description=(
+            "model: the device of the reward model; cuda: the rank's GPU, which also holds its weights"
+        ),
     )
 
 
 class EnvironmentSection(Section):
-    """What the model acts in during an answer: a class whose methods are tools."""
+    """The environment in which the model acts during an answer: a class whose methods are tools."""
 
-    use: str = Field(min_length=1, description="FILE.py:CLASS of your own, with `--trust-code`")
+    use: str = Field(min_length=1, description="your own FILE.py:CLASS, with `--trust-code`")
     weight: Number = Field(
-        default=1.0, description="factor of what its method `reward` gives, in the sum of rewards"
+        default=1.0, description="factor of the value of its method `reward` in the sum of rewards"
     )
-    deadline: SecondsText = Field(default="60 seconds", description="time of one call of a method")
+    deadline: SecondsText = Field(default="60 seconds", description="time limit of one call of a method")
     on_error: Literal["error", "skip"] | Number = Field(
         default="error",
         description=(
-            "what follows if `reset` or `reward` raises, a call misses the deadline, or a process ends. error:"
+            "what happens if `reset` or `reward` raises, a call misses the deadline, or a process ends."
+            " error:"
             " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group; a number: the"
             " reward of that answer. An exception of a tool is given to the model as text"
         ),
@@ -99,17 +104,19 @@ class RolloutSection(Section):
         default=256,
         ge=1,
         description=(
-            "most tokens of an answer, in all its turns and with what tools give; prompts may have"
-            " data.max_length less these"
+            "maximum number of tokens of an answer, over all its turns and the results of tools; prompts get"
+            " the rest of data.max_length"
         ),
     )
     temperature: Positive = Field(
-        default=1.0, description="of sampling; log-probabilities in the loss are those at this temperature"
+        default=1.0, description="sampling temperature, which also applies to log-probabilities in the loss"
     )
     top_p: Annotated[float, BeforeValidator(float_of_yaml), Field(gt=0.0, le=1.0)] = Field(
-        default=1.0, description="sample from the likeliest tokens with this probability in sum; 1: from all"
+        default=1.0, description="sample from the most likely tokens with this total probability; 1: from all"
     )
-    top_k: int = Field(default=0, ge=0, description="sample from so many likeliest tokens; 0: from all")
+    top_k: int = Field(
+        default=0, ge=0, description="sample from this many of the most likely tokens; 0: from all"
+    )
     steps: int = Field(
         default=1, ge=1, le=1000, description="optimizer steps for the answers that were sampled together"
     )
@@ -117,7 +124,9 @@ class RolloutSection(Section):
         default=0,
         ge=0,
         le=100,
-        description="draw another prompt, up to so many times, where all answers get the same reward; 0: never",
+        description=(
+            "draw another prompt, up to this many times, if all answers get the same reward; 0: never"
+        ),
     )
     environment: EnvironmentSection | None = Field(
         default=None, description="null: answers have one turn, without tools"
@@ -131,7 +140,8 @@ class RolloutSection(Section):
     engine: Literal["own", "vllm"] = Field(
         default="own",
         description=(
-            "what samples. own: the model of each rank; vllm: the vLLM server at `url`, which gets the"
+            "what samples the answers. own: the model of each rank; vllm: the vLLM server at `url`, which"
+            " gets the"
             " adapter before each rollout"
         ),
     )
@@ -141,8 +151,8 @@ class RolloutSection(Section):
     patience: ShortPatience = Field(
         default="5 minutes",
         description=(
-            "vllm: how long a server that stops answering is waited for, and an answer of it; then the run"
-            " ends with exit code 4 and a checkpoint"
+            "vllm: how long to wait for a server that has stopped answering, and for a single answer; then"
+            " the run saves a checkpoint and ends with exit code 4"
         ),
     )
 
@@ -174,7 +184,7 @@ class GrpoSection(Section):
         Takes("a list of two numbers, how far a ratio may be below 1 and above 1"),
     ] = Field(
         default=(0.2, 0.28),
-        description="how far the ratio of new and old probability counts below 1 and above 1",
+        description="how far below 1 and above 1 the ratio of new to old probability counts",
     )
     dual_clip: Annotated[Number, Field(gt=1.0)] | None = Field(
         default=None,
@@ -184,7 +194,7 @@ class GrpoSection(Section):
         default="auto",
         description=(
             "what an advantage (the reward less the mean of its group) is divided by: the standard deviation"
-            " of the group, that of all answers of the rollout, or nothing; auto: group, and none with rloo"
+            " of the group, or of all answers of the rollout, or nothing; auto: group, and none with rloo"
         ),
     )
     beta: NotNegative = Field(
@@ -197,8 +207,8 @@ class GrpoSection(Section):
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="none",
         description=(
-            "weights of tokens, or of whole answers, for a sampler whose probabilities differ from those of"
-            " the training forward: their ratio, at most `correction_cap` (truncate), or 0 above it (mask)"
+            "weights of tokens, or of whole answers, for a sampler whose probabilities differ from the"
+            " training forward's: their ratio, at most `correction_cap` (truncate), or 0 above it (mask)"
         ),
     )
     correction_cap: Positive = Field(default=3.0, description="largest weight of `correction`")
@@ -254,7 +264,7 @@ def grpo_contradictions(
             rollout.max_new_tokens >= max_length,
             (
                 f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt; raise"
-                " `data.max_length`, which is that of prompt and answer"
+                " `data.max_length`, which limits prompt and answer together"
             ),
         ),
     ]
@@ -262,8 +272,8 @@ def grpo_contradictions(
         (
             section.correction != "none" and rollout.steps > 1,
             (
-                "grpo.correction: with several steps for the same answers their ratios are already those to"
-                " the sampler; set `correction: none`, or `rollout.steps: 1`"
+                "grpo.correction: with several steps for the same answers, ratios already compare with the"
+                " sampler; set `correction: none`, or `rollout.steps: 1`"
             ),
         ),
         (

@@ -94,7 +94,8 @@ class RunConfig(Section):
         description=(
             "the parts of a vision-language model that are trained, with rows that have pictures. With an"
             " adapter, language and vision get it on their linear layers, and the projector between them is"
-            " trained in full; with `adapter: null` all are, and `freeze` and `train_only` apply inside"
+            " trained in full; with `adapter: null` all are trained in full, and `freeze` and `train_only`"
+            " apply inside"
         ),
     )
     data: DataSection
@@ -298,8 +299,8 @@ def contradictions(config: RunConfig) -> list[str]:
             and config.adapter.init == "pissa"
             and config.adapter.from_ is not None,
             (
-                "adapter.init: pissa creates new weights, and `adapter.from` continues with those of another"
-                " adapter; remove one of them"
+                "adapter.init: pissa creates new weights, and `adapter.from` continues with another"
+                " adapter's weights; remove one of them"
             ),
         ),
         (
@@ -343,8 +344,9 @@ def contradictions(config: RunConfig) -> list[str]:
         (
             has_adapter and not optimizer.trains_adapters,
             (
-                f"optim.kind: {config.optim.kind} orthogonalizes the updates of full matrices, and those of an"
-                " adapter are products of two thin ones; set `optim.kind: adamw`, or `adapter: null`"
+                f"optim.kind: {config.optim.kind} orthogonalizes the updates of full matrices, and an"
+                " adapter's updates are products of two thin matrices; set `optim.kind: adamw`, or `adapter:"
+                " null`"
             ),
         ),
         (
@@ -458,7 +460,9 @@ def _quantization_contradictions(config: RunConfig) -> list[str]:
             f"model.quantize: {kind} weights cannot be trained themselves; set `adapter: {{kind: lora}}`, or"
             " `model.quantize: null`"
         ]
-    changed = "it changes the base weights, whose quantized form would no longer be that of the model's files"
+    changed = (
+        "it changes the base weights, which would no longer match the quantized weights in the model's files"
+    )
     rules = [
         (
             adapter.init == "pissa",
@@ -583,7 +587,7 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
         ),
         (
             Duration.parse(config.duration).unit == "tokens",
-            "duration: how long answers will be is not known; write it in steps or epochs",
+            "duration: the length of answers is not known in advance; write it in steps or epochs",
         ),
         (template is not None, "data.template: prompts have chat templates; set it to a file, or null"),
     ]

@@ -253,7 +253,7 @@ OBJECTIVES_TEXT = (
 """What each of them trains on, for the reference."""
 
 OwnObjective = Annotated[
-    str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in a file of yours, `FILE.py:CLASS`")
+    str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in your own file, `FILE.py:CLASS`")
 ]
 
 
@@ -426,8 +426,8 @@ class DiffusionSection(Section):
     keep_tokens_separator: str = Field(
         default="",
         description=(
-            "a text in captions, e.g. `|||`: the parts before the first one stay, and those after a second"
-            " one, whatever `keep_tokens` is; it is removed"
+            "a text in captions, e.g. `|||`: the parts before the first one and after a second one stay,"
+            " whatever `keep_tokens` is; the text is removed"
         ),
     )
     caption_separator: str = Field(
@@ -444,14 +444,14 @@ class DiffusionSection(Section):
         default=False,
         description=(
             "each time a caption is used one of its lines is drawn, and of `{a|b}` one of the alternatives;"
-            " `{{` and `}}` are braces. Evaluation has the first ones"
+            " `{{` and `}}` are braces. Evaluation uses the first ones"
         ),
     )
     tag_warmup: WarmupText = Field(
         default="0 steps",
         description=(
-            "steps, or share of all steps, in which the number of parts of a caption that are trained grows"
-            " to all of them; those that stay are always there"
+            "steps, or share of all steps, over which the number of trained parts of a caption grows to all"
+            " of them; parts that stay are always used"
         ),
     )
     tag_warmup_min: int = Field(default=1, ge=0, description="with `tag_warmup`: number of parts at step 1")
@@ -463,7 +463,7 @@ class DiffusionSection(Section):
         le=12,
         description=(
             "the hidden states of the text encoder that the UNet sees, counted from its end: 1 is the last"
-            " layer; null: as the pipeline of the model does it"
+            " layer; null: as in the model's pipeline"
         ),
     )
     flip: bool = Field(
@@ -513,15 +513,15 @@ class DiffusionSection(Section):
     eval_seed: int | None = Field(
         default=None,
         description=(
-            "seed of the choice of pictures that `data.eval`, or `pictures.eval` of a source, takes from"
-            " those for training; null: `seed`"
+            "seed with which `data.eval`, or `pictures.eval` of a source, chooses among the training"
+            " pictures; null: `seed`"
         ),
     )
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
         description=(
-            "prompts of sample pictures, which are drawn at each evaluation into `samples/`, beside those of"
-            " `eval.samples`"
+            "prompts of sample pictures, which are drawn at each evaluation into `samples/`, beside the"
+            " pictures of `eval.samples`"
         ),
     )
     sample_steps: int = Field(default=20, ge=1, le=1000, description="denoising steps of sample pictures")
@@ -534,10 +534,14 @@ class PixelsSection(Section):
     """Bounds of the pictures in rows, in pixels."""
 
     min: int | None = Field(
-        default=None, ge=1, description="a picture with fewer pixels is enlarged to them; null: none is"
+        default=None,
+        ge=1,
+        description="pictures with fewer pixels are enlarged to this many; null: no picture is enlarged",
     )
     max: int | None = Field(
-        default=None, ge=1, description="a picture with more pixels is reduced to them; null: none is"
+        default=None,
+        ge=1,
+        description="pictures with more pixels are reduced to this many; null: no picture is reduced",
     )
 
 
@@ -546,7 +550,7 @@ class FramesSection(Section):
 
     fps: Positive | None = Field(
         default=2.0,
-        description="frames of a second, of a video file; null: `max` of them, whatever its duration",
+        description="frames per second of a video file; null: `max` frames, whatever its duration",
     )
     max: int = Field(default=16, ge=1, description="frames of a video, evenly over its duration")
     pixels: PixelsSection = Field(
@@ -555,8 +559,8 @@ class FramesSection(Section):
 
 
 class PicturesSection(Section):
-    """What differs for the pictures of one source: keys of `diffusion` and `data.resolution`, and
-    some that only a source has.
+    """Settings for the pictures of one source: keys of `diffusion`, `data.resolution`, and some
+    that only a source has.
     """
 
     resolution: Resolution | None = Field(default=None, description="like data.resolution, for this source")
@@ -572,12 +576,12 @@ class PicturesSection(Section):
         description="the caption of pictures without a caption file; null: see `diffusion.folder_captions`",
     )
     prior: bool = Field(
-        default=False, description="they are regularization pictures, like those of `diffusion.prior`"
+        default=False, description="these are regularization pictures, as in `diffusion.prior`"
     )
     eval: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, le=1.0)] = Field(
         default=0.0,
         description=(
-            "share of them that is held out for evaluation, chosen with `diffusion.eval_seed`; 1: all"
+            "share of the pictures that is held out for evaluation, chosen with `diffusion.eval_seed`; 1: all"
         ),
     )
     caption_extensions: Annotated[list[CaptionExtension], Field(min_length=1)] | None = Field(

@@ -55,14 +55,14 @@ ScheduleName = Annotated[
 OptimizerName = Annotated[
     str,
     AfterValidator(_named_in(optimizer_named)),
-    Takes(f"{_names(OPTIMIZERS)} or a class in a file of yours, `FILE.py:CLASS`", tuple(OPTIMIZERS)),
+    Takes(f"{_names(OPTIMIZERS)} or a class in your own file, `FILE.py:CLASS`", tuple(OPTIMIZERS)),
 ]
 OptionValue = Annotated[bool | int | float | str | list[int | float] | None, BeforeValidator(float_of_yaml)]
 
 
 class RouterLossSection(Section):
     """Losses of the routers of a mixture of experts, over all tokens of a step; they are added to
-    that of the objective. eval_loss has none.
+    the objective's loss. eval_loss excludes them.
     """
 
     load_balancing: NotNegative = Field(
@@ -94,26 +94,26 @@ class OptimSection(Section):
             "muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining); adamw_8bit,"
             " lion_8bit: state in 8 bits; paged: state in memory that a GPU pages to the host; prodigy: finds"
             " the learning rate, of which `lr` is a factor; schedule_free: averages weights, for `schedule:"
-            " constant`; FILE.py:CLASS: a torch.optim.Optimizer of your own, with `--trust-code`"
+            " constant`; FILE.py:CLASS: your own torch.optim.Optimizer, with `--trust-code`"
         ),
     )
     options: Annotated[
         dict[str, OptionValue],
         Takes("a mapping of names to numbers, texts, true, false, null or lists of numbers"),
-    ] = Field(default={}, description="further arguments of an optimizer of a library, or of your own")
+    ] = Field(default={}, description="further arguments of a library's optimizer, or of your own")
     lr: Positive = Field(
         default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
     )
     part_lr: dict[ModelPart, Positive] = Field(
         default={},
-        description="learning rates of parts of a vision-language model, e.g. `vision`; others have `lr`",
+        description="learning rates of parts of a vision-language model, e.g. `vision`; other parts use `lr`",
     )
     muon_lr: Positive = Field(default=0.02, description="learning rate of matrices with `kind: muon`")
     muon_scale: Literal["original", "adamw"] = Field(
         default="original",
         description=(
             "scale of Muon's updates; original: muon_lr × √max(1, rows / columns); adamw (arXiv:2502.16982):"
-            " muon_lr × 0.2 × √max(rows, columns), so that muon_lr is about that of AdamW"
+            " muon_lr × 0.2 × √max(rows, columns), so that muon_lr is comparable to AdamW's learning rate"
         ),
     )
     lora_b_ratio: Positive = Field(
@@ -154,18 +154,18 @@ class OptimSection(Section):
     label_smoothing: Share = Field(
         default=0.0,
         description=(
-            "share of the target probability that is spread evenly over the vocabulary; eval_loss has none"
+            "share of the target probability that is spread evenly over the vocabulary; eval_loss ignores it"
         ),
     )
     loss_weight: Literal["uniform", "dft"] = Field(
         default="uniform",
         description=(
             "weight of a token in the loss of sft and pretrain; dft (arXiv:2508.05629): its own probability,"
-            " without gradient; eval_loss has none"
+            " without gradient; eval_loss ignores it"
         ),
     )
     router_loss: RouterLossSection | None = Field(
-        default=None, description="of a mixture of experts; null: no such losses"
+        default=None, description="losses of the routers of a mixture of experts; null: none"
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -246,8 +246,8 @@ class EvalSection(Section):
     metrics: list[MetricSection] = Field(
         default=[],
         description=(
-            "metrics of answers that are generated for all evaluation rows in each evaluation, before step 1,"
-            " too: functions like those of `rewards`, each with its mean"
+            "metrics of answers that are generated for all evaluation rows in each evaluation, before step"
+            " 1, too: functions as in `rewards`, each reported as its mean"
         ),
     )
     samples: int = Field(
@@ -300,8 +300,8 @@ class CheckpointSection(Section):
     read_back: bool = Field(
         default=True,
         description=(
-            "at the end load the written result in transformers and peft, and compare its logits with those"
-            " of the trained model"
+            "at the end load the written result in transformers and peft, and compare its logits with the"
+            " trained model's"
         ),
     )
 

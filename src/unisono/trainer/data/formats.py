@@ -157,7 +157,7 @@ def to_example(
         example = _READ[name](RowColumns(row, renamed, tags, plain=plain))
         refuse_surrogates(example)
     except RecursionError:
-        raise RowError("it is nested too deep", "flatten it") from None
+        raise RowError("it is nested too deeply", "flatten it") from None
     return example
 
 

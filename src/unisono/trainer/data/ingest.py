@@ -561,8 +561,8 @@ class Ingest:
             messages.append(f"not rendered: parts of {rows} rows, e.g. {first}; data.json lists them")
         if self._with_inserted:
             messages.append(
-                f"{self._with_inserted} rows have no place for their pictures (e.g. <image>), which are at the"
-                " beginning of the first message of the user, as in TRL"
+                f"{self._with_inserted} rows have no place for their pictures (e.g. <image>); pictures are"
+                " put at the beginning of the first message of the user, as in TRL"
             )
         if self._with_videos and self._encoder.pictures is not None:
             processor = self._encoder.pictures.processor

@@ -97,7 +97,7 @@ def read_preference(
         example = _pair(columns) if columns.has("chosen") or columns.has("rejected") else _rated(columns)
         refuse_surrogates(example)
     except RecursionError:
-        raise RowError("it is nested too deep", "flatten it") from None
+        raise RowError("it is nested too deeply", "flatten it") from None
     return example
 
 
@@ -229,7 +229,7 @@ def _without_prompt(row: RowColumns) -> RowError:
     return RowError(
         "its answers are text, and no column has the prompt",
         f"write their shared beginning ({beginning}) into a column prompt, or write both as lists of"
-        " messages; of texts only those with turns of Human: and Assistant: are read as such",
+        " messages; texts are read as conversations only if they have turns of Human: and Assistant:",
     )
 
 

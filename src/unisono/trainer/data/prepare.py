@@ -484,7 +484,7 @@ def _refuse_weights(config: RunConfig) -> None:
     raise DataError.of(
         "answers have a weight between 0 and 1, and this loss has no weights of tokens",
         where="optim.label_smoothing" if smoothed else "objective",
-        why="weights are those of objective sft, without label smoothing",
+        why="only objective sft has weights, and only without label smoothing",
         fix="set the weights to 0 or 1, or skip them with data.ignore: [weight, loss]",
     )
 

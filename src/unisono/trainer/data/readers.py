@@ -214,7 +214,7 @@ class _Decoder:
 
         Raises:
             ValueError: if it is not valid JSON.
-            RecursionError: if it is nested too deep.
+            RecursionError: if it is nested too deeply.
         """
         value = self._json.decode(text)
         self.read_any = True
@@ -353,7 +353,7 @@ def _read_json(file: RowFile) -> Iterator[Row]:
             fix=fix,
         ) from error
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else _BIG_INTEGER
         raise DataError.of(
             f"{file.name} is malformed JSON", where=f"{file.name}:1", why=why, fix="fix the file"
         ) from error

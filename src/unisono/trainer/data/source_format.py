@@ -552,8 +552,8 @@ def _other_rows(section: SourceSection, objective: str, first: Row, key: str, wh
             where=location,
             why=why,
             fix=(
-                f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other"
-                " columns, e.g. messages"
+                f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to the format of the"
+                " other columns, e.g. messages"
             ),
         )
     is_pair = objective in PAIRS

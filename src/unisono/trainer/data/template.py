@@ -496,7 +496,7 @@ def _read_template(file: str) -> str:
         ) from error
     except (RecursionError, ValueError) as error:  # thousands of brackets, or of digits
         raise DataError.of(
-            f"{file} is nested too deep, or has a number that is too long",
+            f"{file} is nested too deeply, or has a number that is too long",
             where=file,
             fix="write it with fewer brackets and digits",
         ) from error

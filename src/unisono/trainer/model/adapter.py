@@ -405,7 +405,7 @@ def _begin_with_principal_components(
         raise ModelError.of(
             f"adapter.rank is {section.rank}, but {name.removeprefix(_PREFIX)} has only {least} singular values",
             where="adapter.rank",
-            why="adapter.init: pissa begins with that many of them",
+            why="adapter.init: pissa starts from the adapter.rank largest ones",
             fix=f"set adapter.rank to {least} or less",
         )
     for name, layer in layers.items():

@@ -416,7 +416,7 @@ def _read_reference(
     size, model_size = settings.get("text_config", settings).get("vocab_size"), text.get("vocab_size")
     if size != model_size:
         raise ModelError.of(
-            f"the reference has {size} tokens, and the model {model_size}",
+            f"the reference has {size} tokens, but the model has {model_size}",
             where=f"preference.reference: {named}",
             why="both must read the same tokens",
             fix="use a model of the same family, or set preference.reference: auto",
@@ -502,7 +502,7 @@ def refuse_larger_config(directory: Path, text: ConfigJson, headers: Sequence[Te
     held = sum(4 * (h.end - h.begin) if h.dtype in _PACKED else _count(h.shape) for h in headers)
     if least > _TIMES_HELD * held or layers > len(headers):
         raise ModelError.of(
-            f"config.json is that of a larger model: {layers:,} layers and at least {least:,} parameters",
+            f"config.json belongs to a larger model: {layers:,} layers and at least {least:,} parameters",
             where=str(directory / "config.json"),
             why=f"the weight files have {len(headers):,} tensors, with at most {held:,} parameters",
             fix="use config.json and weights of the same model",
@@ -577,7 +577,7 @@ def refuse_other_head(directory: Path, settings: ConfigJson, head: SequenceHead)
         )
     if stored.labels != head.labels:
         raise ModelError.of(
-            f"the classifier in {directory} has other labels than the rows",
+            f"the classifier in {directory} has different labels than the rows",
             where=where,
             why=f"it has {_named(stored)}, and the rows have {_named(head)}",
             fix="set classify.labels to its labels in their order, or use a language model, which gets a new head",

@@ -503,7 +503,7 @@ def _stored_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader],
     if shape is not None:
         return shape
     raise ModelError.of(
-        f"the tensors of {layer} are not those of a matrix that {_title(how.kind)} quantized to"
+        f"the tensors of {layer} do not form a matrix that {_title(how.kind)} quantized to"
         f" {' or '.join(map(str, _WIDTHS[how.kind]))} bits",
         where=where,
         why=", ".join(f"{name} {part.dtype} {part.shape}" for name, part in parts.items()),

@@ -358,8 +358,8 @@ class Forward:
         return head_values(base, hidden)
 
     def embeddings(self, rows: Rows, *, pooling: Literal["last", "mean"]) -> torch.Tensor:
-        """Returns the last hidden state of each row's last token, or the mean of those of all its
-        tokens: (R, E) float32 with a gradient.
+        """Returns the last hidden state of each row's last token, or the mean over all its tokens:
+        (R, E) float32 with a gradient.
         """
         return self.within(lambda: self._embeddings(rows, pooling))
 
@@ -692,7 +692,7 @@ def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> 
         raise ModelError.of(
             f"{type(base).__name__} reads text in both directions",
             where="model.path",
-            why="the logits of a token depend on those after it, which it has to predict",
+            why="the logits of a token depend on the tokens after it, which it has to predict",
             fix=(
                 "set is_decoder: true in its config.json"
                 if is_encoder
@@ -930,7 +930,7 @@ def _refuse_other_pictures(forward: Forward, probe: PictureProbe | None, seen: t
             logits = forward._logits(probe.rows).float()  # noqa: SLF001
     if _changed(logits, seen, forward.dtype):
         raise ModelError.of(
-            "rows with pictures would not be the same in a batch as alone in this model",
+            "this model computes different values for rows with pictures in a batch than alone",
             where="model.path",
             why="its logits change with the other rows of the batch",
             fix="set batch.micro: 1 and data.packing: false, or use a different model",

@@ -438,7 +438,7 @@ def read_back(path: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", *, dtyp
             raise _damaged(path, name, "it is missing, or has a different shape")
         if dtype is not None:
             if not np.array_equal(np.asarray(here.data), _stored(name, tensor, dtype)):
-                raise _damaged(path, name, "its values differ from those that were written")
+                raise _damaged(path, name, "its values differ from what was written")
             continue
         worst = max(worst, _difference(here, tensor))
     if stored:
@@ -599,7 +599,7 @@ def _bytes(raw: TokenizerJson, tokenizer: Any, report: Reporter) -> list[Setting
     if not is_exact:
         report.warning(
             "tokens_differ",
-            "words with combining marks, as in Hindi and Khmer, have other tokens in llama.cpp than here",
+            "words with combining marks, as in Hindi and Khmer, have different tokens in llama.cpp than here",
         )
     return [
         ("tokenizer.ggml.model", "string", "gpt2"),

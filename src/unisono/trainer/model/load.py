@@ -505,7 +505,7 @@ def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> bool:
         return False
     if not grow:
         raise ModelError.of(
-            f"the tokenizer does not match the model: it has {tokens} tokens, the model {rows}",
+            f"the tokenizer does not match the model: it has {tokens} tokens, but the model has {rows}",
             where="model.tokenizer",
             why="the embedding has no row for the other tokens",
             fix="use the model's own tokenizer, or set model.resize_vocabulary: true",

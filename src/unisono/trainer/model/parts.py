@@ -262,7 +262,10 @@ def refuse_unfit_settings(targets: list[Weight], section: AdapterSection) -> Non
     raise ModelError.of(
         f"adapter.{key}: {getattr(section, key)} is not possible on {first.name}",
         where=f"adapter.{key}",
-        why="peft adds the adapter to this weight before its product, and sees no input of it alone",
+        why=(
+            "peft adds the adapter to this weight before the multiplication, so the adapter has no separate"
+            " input"
+        ),
         fix=f"set adapter.{key}: {value}"
         + (f", or adapter.targets: {'+'.join(sorted(others))}" if others else ""),
     )

@@ -529,7 +529,7 @@ class StoredLinear(torch.nn.Linear):
         sizes = index.clamp(min=0).bincount(minlength=groups)
         if not torch.equal(sizes, torch.full_like(index[:groups], len(index) // groups)):
             raise ModelError.of(
-                f"the {len(index)} numbers of a g_idx are not those of {groups} groups of one size",
+                f"the {len(index)} numbers of a g_idx do not form {groups} groups of equal size",
                 where=where,
                 fix="copy the weights again, or use the model's original files",
             )

@@ -224,7 +224,7 @@ def _kind_of(outputs: list[Any]) -> tuple[str, Probabilities]:
             _given,
         )
     if not all(_is_triple(output) for output in outputs):
-        return "its routers give something else than logits, weights and experts", _given
+        return "its routers return something other than logits, weights and experts", _given
     if len({output[0].shape[-1] for output in outputs}) > 1:
         return "its layers have different numbers of experts", _given
     for kind in (_given, _softmax, _sigmoid):

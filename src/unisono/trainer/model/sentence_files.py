@@ -112,7 +112,7 @@ def read_sentence_files(directory: Path) -> SentenceSettings:
         raise ModelError.of(
             f"the embedding model has the modules {', '.join(kinds)}, and the pooling {mode}",
             where=str(directory / MODULES),
-            why="embeddings are computed of the last token, or of the mean, and normalized or not",
+            why="embeddings are computed from the last token or the mean, with or without normalization",
             fix="load it with sentence_transformers.SentenceTransformer",
         )
     prompts = read_object(directory / "config_sentence_transformers.json").get("prompts")

@@ -119,7 +119,7 @@ class LLGrammar:
             GrammarError: if it was not allowed.
         """
         if not self.matcher.consume_token(token):
-            raise GrammarError(f"the form of the answer was left: {_reason(self.matcher)}")
+            raise GrammarError(f"the answer does not follow its form: {_reason(self.matcher)}")
 
     @property
     def is_over(self) -> bool:

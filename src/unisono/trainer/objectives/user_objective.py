@@ -165,7 +165,7 @@ def _refuse_other(kind: Any, path: Path, source: bytes) -> None:
         what, fix = f"has no {', '.join(sorted(kind.__abstractmethods__))}", f"define it: {_LOSS}"
     elif kind.uses_reference or {*kind.sides, *kind.first_sides} - {0}:
         what = "needs pairs or a reference model"
-        fix = "an own objective has the rows of sft: `sides` is (0,)"
+        fix = "your own objective reads the rows of sft: `sides` is (0,)"
     else:
         try:
             inspect.signature(kind.loss).bind(None, None, None, counts=None, known=0.0)

@@ -182,7 +182,7 @@ def _read_back_lora(opened: "Opened", file: Path, *, half: bool) -> ReadBack:
 
     wanted = trained_predictions(opened.target) if opened.target is not None else None
     if wanted is None or opened.pipeline is None:
-        return by_digests(file.parent, "nothing is known of what its model predicts")
+        return by_digests(file.parent, "its model's predictions are not known")
     return read_back(WrittenLora(file.parent, opened.pipeline, file.name, half), wanted)
 
 
@@ -197,7 +197,7 @@ def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBa
     if _sees(target):
         written = WrittenVisionModel(out, base, config, has_head=False, original=target.base)
     if wanted is None:
-        return by_digests(out, "the files are copies, and nothing is known of the model's logits")
+        return by_digests(out, "the files are copies, and the model's logits are not known")
     return read_back(written, wanted)
 
 
@@ -270,7 +270,7 @@ def write_merged(
         ModelError: if the adapter cannot be merged.
     """
     dtype = stored_dtype(target.base)
-    report.phase("load_model", f"loading {target.description}")
+    report.phase("load_model", f"loading the weights of {target.description}")
     loaded = load_target(target, dtype=dtype, device=torch.device("cpu"), keeps_parts=_sees(target))
     wanted = _logits_of(target, loaded.model, dtype)
     report.phase("merge", "merging the adapter into the weights")

@@ -79,7 +79,7 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
     verify_target(target, report)
     if request.converter is not None:
         return _by_converter(request, target, out, request.converter, report)
-    report.phase("load_model", f"loading {target.description}")
+    report.phase("load_model", f"loading the weights of {target.description}")
     sees = not request.adapter and _writes_vision(target, report)
     loaded = load_target(
         target, dtype=stored_dtype(target.base), device=torch.device("cpu"), keeps_parts=sees
@@ -208,9 +208,9 @@ def _writes_vision(target: Target, report: Reporter) -> bool:
     others = [part for part in trained if part != "language"]
     if others:
         raise ModelError.of(
-            f"the run trained the {others[0]} part, and that of {kind} cannot be written as GGUF here",
+            f"the run trained the {others[0]} part, which cannot be written as GGUF for {kind}",
             where="train_parts",
-            why=f"the model types whose vision part can be are {', '.join(PROJECTORS)}",
+            why=f"GGUF supports the vision parts of {', '.join(PROJECTORS)}",
             fix=_CONVERT,
         )
     report.warning(
@@ -575,6 +575,6 @@ def _quantize(tool: str, source: Path, target: Path, dtype: str) -> None:
         raise UnfitError.of(
             f"llama-quantize ended with {done.returncode}: {one_line(last[0], limit=200)}",
             where=program,
-            why=f"it was to write {dtype.upper()}",
+            why=f"it should have written {dtype.upper()}",
             fix=f"check the type with `llama-quantize --help`; {free} are free in {target.parent}",
         )

@@ -182,6 +182,6 @@ def refuse_settings(settings: Any) -> None:
         raise UsageError.of(
             f"a task generates with {', '.join(others)}",
             where="--tasks",
-            why=f"used are {', '.join(sorted(_SAMPLING))}",
-            fix="remove it from generation_kwargs in a task file of your own",
+            why=f"supported are {', '.join(sorted(_SAMPLING))}",
+            fix="remove it from generation_kwargs in your own task file",
         )

@@ -242,7 +242,7 @@ def open_requested(
     verify_target(target, report)
     is_shared = bool(adapters) or takes_adapters
     placed = find_adapters(adapters, target, report) if is_shared else ()
-    report.phase("load_model", f"loading {target.description}")
+    report.phase("load_model", f"loading the weights of {target.description}")
     if is_shared:
         blind = "several adapters share the model, and their prompts have no pictures"
         return replace(_open(target, None, placed, is_shared=True), blind=blind)

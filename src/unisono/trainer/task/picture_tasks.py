@@ -130,7 +130,7 @@ def run_generate(request: DrawRequest, report: Reporter) -> Drawn:
     width, height = _size(request, opened)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.float16
-    report.phase("load_model", f"loading {opened.description}")
+    report.phase("load_model", f"loading the weights of {opened.description}")
     with tempfile.TemporaryDirectory() as folder:
         if opened.lora is not None:
             write_diffusers(opened.lora, Path(folder) / LORA_FILE)

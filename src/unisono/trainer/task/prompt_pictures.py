@@ -190,7 +190,9 @@ def _of_data_url(value: Any, name: str) -> PictureSource:
     if not isinstance(url, str):
         raise RowError(f"{name} has no URL", 'write {"type": "image_url", "image_url": {"url": "data:…"}}')
     if value.get("detail") not in (None, "auto", "high"):
-        raise RowError(f"{name} has another detail than auto or high", "omit it, and send a smaller picture")
+        raise RowError(
+            f"the detail of {name} is neither auto nor high", "omit it, and send a smaller picture"
+        )
     head, comma, body = url.partition(",")
     if not (head.lower().startswith("data:") and head.lower().endswith(";base64") and comma):
         raise RowError(f"{name} is not a data URL in base64", "write data:image/png;base64,…")

@@ -166,9 +166,7 @@ class PromptReader:
         odd = next((i for i, _ in question.sampling.logit_bias if not 0 <= i < self._vocabulary), None)
         if odd is not None:
             last = self._vocabulary - 1
-            raise RefusedPrompt(
-                "logit_bias", f"the model has no token {odd}", f"it has those from 0 to {last}"
-            )
+            raise RefusedPrompt("logit_bias", f"the model has no token {odd}", f"its tokens are 0 to {last}")
 
     def _thought(self, ids: Sequence[int]) -> Thought:
         """Whether the answer to a chat with these tokens may begin with a thought."""
@@ -196,7 +194,7 @@ class PromptReader:
             except GrammarError as error:
                 name = f"the function {part.tools[0]['function']['name']}" if part.tools else "the schema"
                 problem = "tools" if part.tools else "response_format"
-                what = f"answers cannot be held to {name}: {one_line(str(error), limit=300)}"
+                what = f"answers cannot be constrained to {name}: {one_line(str(error), limit=300)}"
                 raise RefusedPrompt(problem, what) from error
         return writer.write(form, thought)
 
@@ -228,7 +226,7 @@ class PromptReader:
         odd = next((i for i in ids if not 0 <= i < self._vocabulary), None)
         if odd is not None:
             last = self._vocabulary - 1
-            raise RefusedPrompt("prompt", f"the model has no token {odd}", f"it has those from 0 to {last}")
+            raise RefusedPrompt("prompt", f"the model has no token {odd}", f"its tokens are 0 to {last}")
         if not ids:
             raise RefusedPrompt("prompt", "the prompt is empty", "write one")
         of_pictures = set(self.opened.processor.image_ids) if self.opened.processor is not None else set()

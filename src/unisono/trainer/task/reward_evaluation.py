@@ -137,7 +137,7 @@ class _EvaluatedPrompts:
                 where="--data",
                 why="the run's config has no data.eval"
                 if trained
-                else "only runs with objective grpo have some",
+                else "only runs with objective grpo have prompts",
                 fix="add --data FILE",
             )
         held_out = trained.data.eval

@@ -38,7 +38,7 @@ def find_adapters(
     """
     if base.source != "model":
         raise UsageError.of(
-            f"{base.name} has an adapter itself",
+            f"{base.name} already has an adapter",
             where="--adapter",
             why="several adapters share a base model without one",
             fix=f"serve the base model {base.base}, and name this one, too: --adapter NAME={base.name}",

@@ -137,12 +137,12 @@ class ValueModel:
         odd = next((i for i in ids if not 0 <= i < vocabulary), None)
         if odd is not None:
             what = f"the model has no token {odd}"
-            raise RefusedPrompt("input", what, f"it has those from 0 to {vocabulary - 1}")
+            raise RefusedPrompt("input", what, f"its tokens are 0 to {vocabulary - 1}")
         return ids
 
     def _too_long(self, number: int, tokens: str) -> str:
         return (
-            f"text {number} has {tokens} tokens, and the model reads {self.most_tokens};"
+            f"text {number} has {tokens} tokens, but the model reads {self.most_tokens};"
             " truncate_prompt_tokens: -1 cuts it"
         )
 

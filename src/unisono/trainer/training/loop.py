@@ -315,7 +315,7 @@ def _report_moved_generators(run: Run) -> None:
             "global_random_state",
             f"some code drew from {name} during step {run.state.step}: unisono does not use it, and cannot"
             " resume it exactly",
-            fix="let that code use a generator of its own",
+            fix="give that code its own generator",
         )
 
 

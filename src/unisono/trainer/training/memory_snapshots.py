@@ -193,7 +193,7 @@ class MemorySnapshots:
         expected = self._every
         every = self._decide(run, cost / step)
         run.report.send({"kind": "kept", "cost_s": cost, "step_time_s": step, "bytes": size, "every": every})
-        figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms)"
+        figures = f"{cost / step:.1%} of the step time ({1e3 * cost:.3g} of {1e3 * step:.3g} ms)"
         if every is None:
             limit = f"even one step in {MOST_EVERY} would cost more than {LIMIT:.0%}"
             self._turn_off(run, f"keeping a step in memory costs {figures}, and {limit}: turned off{_OFF}")

@@ -206,7 +206,7 @@ def _report_unchanged_layers(run: Run) -> None:
             "adapter_unchanged",
             f"{len(unchanged)} of {len(of_layers)} adapted layers got no gradient:"
             f" {', '.join(unchanged[:_SHOWN])}{more}",
-            fix="set adapter.targets to the other layers, if no row should have left these out",
+            fix="set adapter.targets to the other layers, if all rows should have used these",
         )
 
 
@@ -225,7 +225,7 @@ def _take_best(run: Run) -> int:
     step, line = _find_best(run)
     if step != best and run.group.is_main:
         text = (
-            f"the checkpoint of the best step, {best}, is missing; the result is that of step"
+            f"the checkpoint of the best step, {best}, is missing; the result comes from step"
             f" {step or run.state.step}"
         )
         run.report.warning("best_is_gone", text)

@@ -171,7 +171,7 @@ def warn_of_starved_experts(run: Run, sums: Sequence[float]) -> None:
         run.report.warning(
             "starved_experts",
             f"experts without a token for {STARVED_STEPS} steps in layer {layer}: {len(experts)} ({shown})",
-            fix="set optim.router_loss.load_balancing to 0.01, or more if it is set",
+            fix="set optim.router_loss.load_balancing to 0.01, or raise it",
         )
 
 

@@ -209,8 +209,8 @@ def _compare_base(run: Run, saved: Any) -> None:
     if run.group.is_main and isinstance(saved, dict) and now["weights"] and saved != now:
         run.report.warning(
             "quantized_differently",
-            "the quantized base weights differ from those that the checkpoint was trained on: digest"
-            f" {now['weights']}, and was {saved.get('weights')}",
+            "the quantized base weights differ from the weights that the checkpoint was trained on: the"
+            f" digest is {now['weights']}, and was {saved.get('weights')}",
             fix=(
                 "losses are not bit-exact; resume on the same kind of device, with the same bitsandbytes and"
                 " the same model.quantize"

@@ -295,7 +295,7 @@ def model_verdict(run: Run) -> Verdict:
 
 def _model_fix(run: Run) -> str:
     model = run.plan.config.model
-    fix = f"use different weights than those of {model.path}"
+    fix = f"use different weights than {model.path}"
     if model.trust_remote_code:
         fix = f"fix the model's own Python code, or {fix}"
     if run.plan.dtype == "float32":

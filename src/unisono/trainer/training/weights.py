@@ -399,7 +399,7 @@ def write_model(
         base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes, original=original, parts=parts
     )
     if layout is None and original is not None:
-        raise other_names(original, "transformers joins tensors of it to one of a file")
+        raise other_names(original, "transformers joins several of its tensors into one tensor of the file")
     # If a tensor of the file is made from several of the model's (three fused into one),
     # transformers must see all of them. Only then does rank 0 hold the full model.
     state = {} if layout else _all_full(tensors, DTYPES[dtype], keep=directory is not None)

@@ -121,7 +121,7 @@ def test_answers_come_in_the_order_of_the_prompts_whatever_that_of_the_reply() -
         (choice(0, [3, 4], finish_reason="length"), "before the maximum length"),
         (choice(0, [3, 4, 5, 6]), "4 tokens; the limit is 3"),
         (choice(0, []), "0 tokens"),
-        ({"prompt_token_ids": [5]}, "answers another prompt"),
+        ({"prompt_token_ids": [5]}, "answers a different prompt"),
     ],
 )  # fmt: skip
 def test_an_answer_that_does_not_fit_is_refused_with_what_is_wrong(

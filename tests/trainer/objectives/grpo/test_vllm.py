@@ -155,11 +155,11 @@ def test_the_temperature_is_in_the_log_probabilities(
     [
         ("older-version", _STEP_2, "sampler_stale", "answers as version 1, not as version 2"),
         ("binds-nothing", 0, "sampler_stale", "changes nothing on the server"),
-        ("wrong-log-probs", _STEP_2, "sampler_mismatch", "other log-probabilities to version 2 than the weights here"),
+        ("wrong-log-probs", _STEP_2, "sampler_mismatch", "different log-probabilities for version 2 than the weights here"),
         ("unknown-token", _STEP_2, "sampler_mismatch", "a token is not in the vocabulary"),
-        ("other-prompt", _STEP_2 + 1, "sampler_mismatch", "it answers another prompt"),
+        ("other-prompt", _STEP_2 + 1, "sampler_mismatch", "it answers a different prompt"),
         ("nan", _STEP_2 + 1, "sampler_mismatch", "a log-probability is above 0, NaN or missing"),
-        ("no-log-probs", _STEP_2 + 1, "sampler_mismatch", "gives what is not an answer"),
+        ("no-log-probs", _STEP_2 + 1, "sampler_mismatch", "returns what is not an answer"),
         ("fewer-answers", _STEP_2 + 1, "sampler_mismatch", "3 answers instead of 4"),
         ("too-long", _STEP_2 + 1, "sampler_mismatch", "has more than"),
         ("html", _STEP_2 + 1, "sampler_mismatch", "welcome to the gateway"),
@@ -196,7 +196,7 @@ def test_a_server_that_never_answers_is_waited_for_as_long_as_patience_says(
         ({"key": _KEY}, {}, ["does not list its models", "401", "UNISONO_SAMPLER_KEY"]),
         ({"kind": "html"}, {}, ["cannot sample for this run", "welcome to the gateway"]),
         ({"kind": "hangs"}, {}, ["does not answer", "no answer within 10 s"]),
-        ({}, {"temperature": 0.7}, ["other log-probabilities", "--logprobs-mode processed_logprobs"]),
+        ({}, {"temperature": 0.7}, ["different log-probabilities", "--logprobs-mode processed_logprobs"]),
     ],
     ids=["no LoRA", "short prompts", "key", "no vLLM", "hangs", "log-probabilities before the temperature"],
 )
@@ -227,7 +227,7 @@ def test_a_server_of_another_model_is_refused(
     with Server(other) as server, pytest.raises(ConfigError) as refusal:
         train_here(**served_by(server, sections))
     text = "\n".join(refusal.value.lines())
-    assert f"gives other log-probabilities than {model_dir} without an adapter" in text
+    assert f"gives different log-probabilities than {model_dir} without an adapter" in text
     assert "serve the model of this run with `--dtype float32`" in text
 
 

@@ -189,9 +189,9 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         seen, videos = tuple(reader.pictures), reader.videos
         return RowPictures(value, seen, objects=objects, rejected_objects=of_rejected, videos=videos)
     if reader.pictures or not columns.inserts:
-        count = f"{len(listed)} picture{'s' * (len(listed) > 1)}"
+        count = f"{len(listed)} {'pictures' if len(listed) > 1 else 'picture'}"
         raise RowError(
-            f"it has {count}, and {reader.used or 'no'} place{'s' * (reader.used != 1)} for them",
+            f"it has {count}, and {reader.used or 'no'} {'place' if reader.used == 1 else 'places'} for them",
             f"write {PICTURE_TAG} in the text where each picture belongs",
         )
     pictures = tuple(reader.picture_of(one) for one in unplaced)
@@ -299,7 +299,7 @@ def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
         )
     if "assistant" in roles:
         raise RowError(
-            "a picture is in an answer, and models write text", f"move {PICTURE_TAG} to a message of the user"
+            "a picture is in an answer, but models write text", f"move {PICTURE_TAG} to a message of the user"
         )
 
 
@@ -367,9 +367,10 @@ class _RowReader:
             RowError: if they differ, or there are boxes, too: their numbers are those of pictures.
         """
         if self._used_films != len(self._films):
-            places = f"{self._used_films or 'no'} place{'s' * (self._used_films != 1)}"
+            places = f"{self._used_films or 'no'} {'place' if self._used_films == 1 else 'places'}"
             raise RowError(
-                f"it has {len(self._films)} video{'s' * (len(self._films) > 1)}, and {places} for them",
+                f"it has {len(self._films)} {'videos' if len(self._films) > 1 else 'video'}, and {places}"
+                " for them",
                 f"write {VIDEO_TAG} in the text where each video belongs",
             )
         if self.videos and self._objects is not None and self._objects.boxes:
@@ -429,7 +430,7 @@ class _RowReader:
             return self._take_film() if film is None else self._film(film, kept)
         if kind not in ("image", "image_url", "input_image"):
             other = _OTHER_MEDIA.get(kind, f"a part of the type {one_line(kind, limit=20)}")
-            raise RowError(f"it has {other}, and text and pictures can be trained on", "remove the row")
+            raise RowError(f"it has {other}, but only text and pictures can be trained on", "remove the row")
         source = next(
             (kept[key] for key in ("image", "image_url", "url", "path", "source", "base64") if key in kept),
             None,
@@ -447,7 +448,7 @@ class _RowReader:
         if self._used_films >= len(self._films):
             number = len(self._films)
             raise RowError(
-                f"it has {number or 'no'} video{'s' * (number != 1)}, and more places for them",
+                f"it has {number or 'no'} {'video' if number == 1 else 'videos'}, and more places for them",
                 f"add the videos to the column videos, or remove {VIDEO_TAG}",
             )
         self._used_films += 1
@@ -472,8 +473,9 @@ class _RowReader:
     def _take_listed(self) -> None:
         if self.used >= len(self._listed):
             raise RowError(
-                f"it has {len(self._listed) or 'no'} picture{'s' * (len(self._listed) != 1)}, and more places"
-                " for them",
+                f"it has {len(self._listed) or 'no'} {'picture' if len(self._listed) == 1 else 'pictures'},"
+                " and"
+                " more places for them",
                 f"add the pictures to the column images, or remove {PICTURE_TAG}",
             )
         self.pictures.append(self.picture_of(self._listed[self.used]))

@@ -106,7 +106,7 @@ def write_entry(path: Path, tensors: Tensors) -> int:
     back = read_entry(path)
     if back is None or back[1] != digest:
         raise UnfitError.of(
-            "the cache of pictures reads back other values than were written",
+            "the cache of pictures returns different values than were written",
             where=str(path),
             why="the storage is damaged",
             fix="set XDG_CACHE_HOME to a different disk",
@@ -215,7 +215,7 @@ def read_verified(path: Path, digest: int | None) -> Tensors:
         raise IntegrityError.of(
             "an entry of the cache of pictures is damaged, or was replaced",
             where=str(path),
-            why="its digest does not match the values with which the run was prepared",
+            why="its digest does not match the values from the preparation of the run",
             fix="delete the file and run the same command again: it is computed again",
         )
     return entry[0]

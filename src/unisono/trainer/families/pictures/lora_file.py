@@ -330,7 +330,8 @@ def _from_kohya(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path
         layers[f"{parts[prefix]}.{layer}"] = Layer(down, up, None if alpha is None else float(alpha))
     if unknown or not layers:
         raise ModelError.of(
-            f"{path.name} has tensors that are not of a LoRA for Stable Diffusion, e.g. {(unknown or ['none'])[0]}",
+            f"{path.name} has tensors that do not belong to a LoRA for Stable Diffusion, e.g."
+            f" {(unknown or ['none'])[0]}",
             where=str(path),
             why="LoHa, LoKr and other modules of LyCORIS, and LoRAs of other models, are not supported",
             fix="use a file of networks.lora of sd-scripts",

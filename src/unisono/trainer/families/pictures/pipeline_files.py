@@ -154,7 +154,8 @@ def read_pipeline(root: Path) -> Pipeline:
     unet, vae = _read(root / "unet" / "config.json"), _read(root / "vae" / "config.json")
     if unet.get("in_channels", 4) != vae.get("latent_channels", 4):
         raise ModelError.of(
-            f"the UNet has {unet.get('in_channels')} input channels, and latents {vae.get('latent_channels', 4)}",
+            f"the UNet has {unet.get('in_channels')} input channels, but latents have"
+            f" {vae.get('latent_channels', 4)}",
             where=str(root / "unet" / "config.json"),
             why="inpainting and similar models see more than the noisy picture",
             fix="use the base model",

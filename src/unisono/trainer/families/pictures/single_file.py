@@ -159,7 +159,7 @@ def open_single_file(
             return pipeline, facts, digests
         shutil.rmtree(place)  # damaged since it was written: converted again
     raise UnfitError.of(
-        "the cache gives back other values of the converted model than were written",
+        "the cache returns different values of the converted model than were written",
         where=str(place),
         why="the storage is damaged",
         fix="set XDG_CACHE_HOME to a different disk",
@@ -299,9 +299,9 @@ def _refuse_lost_values(file: Path, shapes: Shapes, pipeline: Pipeline) -> None:
         count = sum(prod(header.shape) for header in headers if not _is_unread(header.name))
         if wanted != count:
             raise ModelError.of(
-                f"the {name} of {file.name} has {wanted} values, its pipeline {count}",
+                f"the {name} of {file.name} has {wanted} values, but its pipeline has {count}",
                 where=f"model.path: {file}",
-                why="its architecture is not that of Stable Diffusion 1.x, 2.x or SDXL",
+                why="its architecture is not Stable Diffusion 1.x, 2.x or SDXL",
                 fix="use the directory of its pipeline in the layout of diffusers",
             )
 
@@ -364,7 +364,7 @@ def _copy_tokenizer(source: Path, target: Path, encoder: Mapping[str, object], *
     )
     if len(tokenizer) != encoder["vocab_size"]:
         raise ModelError.of(
-            f"the tokenizer has {len(tokenizer)} tokens, the text encoder {encoder['vocab_size']}",
+            f"the tokenizer has {len(tokenizer)} tokens, but the text encoder has {encoder['vocab_size']}",
             where=f"model.tokenizer: {source}",
             fix="set model.tokenizer to the tokenizer of CLIP",
         )

@@ -87,7 +87,7 @@ class WrittenVisionModel(WrittenModel):
                 same and all(torch.equal(here.tensors[name], there.tensors[name]) for name in there.tensors)
             ):
                 raise ModelError.of(
-                    "the processor beside the model makes different pixels than the original's",
+                    "the processor beside the model makes different pixels than the original processor",
                     where=str(self.directory),
                     fix=f"copy processor_config.json and preprocessor_config.json of {self.original}",
                 )

@@ -27,7 +27,7 @@ def client_of(section: RolloutSection) -> HttpClient:
     key = sampler_key()
     if key is not None and not (key.isascii() and key.isprintable()):
         raise ConfigError.of(
-            "UNISONO_SAMPLER_KEY cannot be sent: it has other characters than printable ASCII",
+            "UNISONO_SAMPLER_KEY cannot be sent: it has characters other than printable ASCII",
             where="environment",
             fix="set it to the key that the server was started with (`--api-key`)",
         )
@@ -64,16 +64,16 @@ def check_server(plan: RunPlan) -> None:
         raise ConfigError.of(
             f"the server {section.url} cannot load adapters",
             where=where,
-            why="each step has other weights, which it gets as a LoRA adapter",
+            why="each step has new weights, which the server gets as a LoRA adapter",
             fix=HOW,
         )
     longest = plan.config.data.max_length
     if model.max_length is not None and model.max_length < longest:
         raise ConfigError.of(
-            f"the server {section.url} takes {model.max_length} tokens of prompt and answer, and data.max_length is"
-            f" {longest}",
+            f"the server {section.url} takes {model.max_length} tokens of prompt and answer, but"
+            f" data.max_length is {longest}",
             where=where,
-            why="a prompt and its answer may have so many",
+            why="a prompt and its answer may have that many",
             fix=f"start it with `--max-model-len {longest}`, or set data.max_length to {model.max_length}",
         )
 
@@ -106,10 +106,12 @@ def refuse_other_model(plan: RunPlan, answers: Sequence[ProbeAnswer]) -> None:
             f" {section.temperature:g}"
         )
     raise ConfigError.of(
-        f"the server {section.url} gives other log-probabilities than {plan.config.model.path} without an adapter",
+        f"the server {section.url} gives different log-probabilities than {plan.config.model.path} without"
+        " an adapter",
         where="rollout.url",
         why=(
-            f"the distance over {probe.tokens} tokens is {probe.distance:.2g}, the bound {bound:g}; token {token} has"
+            f"over {probe.tokens} tokens the distance is {probe.distance:.2g}, and the bound is {bound:g};"
+            f" token {token} has"
             f" {served:.4f} there and {here:.4f} here"
         ),
         fix=fix,

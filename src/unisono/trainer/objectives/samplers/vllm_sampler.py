@@ -399,7 +399,7 @@ class VllmSampler:
             except BadAnswer as error:
                 raise self._failed(
                     "sampler_mismatch",
-                    f"the server {self._section.url} gives what is not an answer of the model: {error}",
+                    f"the server {self._section.url} returns what is not an answer of the model: {error}",
                 ) from None
             else:
                 self._away_since = None
@@ -439,7 +439,7 @@ class VllmSampler:
             if self._phase != "sync" and not is_same(
                 self._answers, self._ask(self._name), dtype=self._rank.plan.dtype
             ):
-                raise BadAnswer(f"after its restart, {self._name} gives other answers than before")
+                raise BadAnswer(f"after its restart, {self._name} gives different answers than before")
         self._rank.show(self._phase, f"the server {self._section.url} is back")
 
     def _tick(self) -> None:

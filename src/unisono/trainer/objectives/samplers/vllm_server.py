@@ -328,7 +328,7 @@ def _answer(
     stops = [token in request.stop_ids for token in tokens]
     echoed = choice.get("prompt_token_ids")
     rules = [
-        (echoed is not None and list(echoed) != list(prompt), "it answers another prompt"),
+        (echoed is not None and list(echoed) != list(prompt), "it answers a different prompt"),
         (
             not all(type(token) is int and 0 <= token < vocabulary for token in tokens),
             "a token is not in the vocabulary",

@@ -50,8 +50,8 @@ def verdict_on(finding: ProbeFinding, probe: Probe, *, server: str, name: str, d
     cause = "sampler_mismatch" if finding.kind == "mismatch" else "sampler_stale"
     if finding.kind == "mismatch":
         text = (
-            f"the server {server} gives other log-probabilities to version {probe.version} than the weights"
-            f" here: they differ by {finding.distance:.2g}, the bound is {BOUNDS[dtype]:g}"
+            f"the server {server} gives different log-probabilities for version {probe.version} than the"
+            f" weights here: they differ by {finding.distance:.2g}, the bound is {BOUNDS[dtype]:g}"
         )
     elif finding.kind == "unbound":
         text = (

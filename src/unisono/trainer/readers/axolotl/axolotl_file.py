@@ -44,8 +44,8 @@ class AxolotlFile(Translation):
         del variables
         line = (
             f"{self.name} is an axolotl file: {self.count('carried')} keys carried,"
-            f" {self.count('translated')} translated; `unisono init --from-axolotl {self.name}` shows our config"
-            " and the fate of each key"
+            f" {self.count('translated')} translated; `unisono init --from-axolotl {self.name}` shows our"
+            " config and what happens to each key"
         )
         return [line, *self.ignored(), *self.warnings]
 
@@ -331,7 +331,7 @@ def _optim(draft: Draft) -> None:
             draft.put("optim.muon_scale", "adamw", "optimizer")
         if name == "adamw_torch_8bit":
             draft.warnings.append(
-                "optimizer: adamw_torch_8bit: bitsandbytes has the 8-bit state, not torchao"
+                "optimizer: adamw_torch_8bit: the 8-bit state comes from bitsandbytes, not torchao"
             )
     if values["learning_rate"] is None:
         problem = Problem("the key `learning_rate` is missing", draft.name, "it has no default", "add it")
@@ -447,7 +447,7 @@ def _machine(draft: Draft) -> None:
         "memory.gradient_checkpointing", bool(values["gradient_checkpointing"]), "gradient_checkpointing"
     )
     if values["gradient_checkpointing"] in ("offload", "offload_disk"):
-        draft.warnings.append("gradient_checkpointing: activations are computed again, and not offloaded")
+        draft.warnings.append("gradient_checkpointing: activations are recomputed, not offloaded")
     draft.put("seed", values["seed"], "seed")
     draft.put("output_dir", values["output_dir"], "output_dir")
     _strategy(draft)

@@ -376,7 +376,7 @@ class _DatasetEntry:
                 f"the dataset {self._name} is a loading script",
                 key,
                 why=why,
-                fix="save its rows to a file, and name that in file_name",
+                fix="save its rows to a file, and set file_name to it",
             )
         elif key in ("ms_hub_url", "om_hub_url"):
             hub = "ModelScope" if key == "ms_hub_url" else "OpenMind"
@@ -470,7 +470,7 @@ class _DatasetEntry:
     def _check_columns(self, stage: str) -> None:
         columns, tags, form = self._columns, self._tags, self._formatting
         self._check_media(stage)
-        trap = "naming one of the {0} switches all others off that are not named"
+        trap = "naming one of the {0} switches off all that are not named"
         if self._value.get("ranking") is True and not (columns["chosen"] and columns["rejected"]):
             self._add(
                 f"the dataset {self._name} is for ranking, without the columns chosen and rejected",

@@ -418,8 +418,8 @@ class LfEncoder:
             raise RowError("all its answers have weight 0", "add an answer, or remove the row")
         if self._template.efficient_eos and any(share_of(pair.weight) for pair in counting):
             raise RowError(
-                f"an answer has a weight between 0 and 1, and answers of {LF_PREFIX}{self._template.name} end"
-                " in the next question",
+                f"an answer has a weight between 0 and 1, but in {LF_PREFIX}{self._template.name} the next"
+                " question contains the end of an answer",
                 "set its weight to 0 or 1, or data.template to a different one",
             )
         return pairs

@@ -24,7 +24,7 @@ from unisono.trainer.readers.overrides import with_overrides
 from unisono.trainer.readers.reading import Reading, with_effect
 
 _UNKNOWN = (
-    "it is neither LLaMA-Factory's nor of Hugging Face's TrainingArguments",
+    "it is a key of neither LLaMA-Factory nor Hugging Face's TrainingArguments",
     "docs/reference/llamafactory.md",
 )
 
@@ -107,7 +107,7 @@ class LlamaFactoryFile(Translation):
         line = (
             f"{self.name} is a LLaMA-Factory file: {self.count('carried')} keys carried,"
             f" {self.count('translated')} translated; `unisono init --from-llamafactory {self.name}` shows"
-            " our config and the fate of each key"
+            " our config and what happens to each key"
         )
         switches = [f"{name}: {text}" for name, text in SWITCHES.items() if name in variables]
         return [line, *self.ignored(), *self.warnings, *switches]

@@ -64,8 +64,8 @@ def _objective(draft: Draft) -> None:
     _refuse_of_preferences(draft, objective)
     if objective == "orpo":
         draft.warnings.append(
-            "pref_loss: orpo: the cross-entropy is that of all tokens of the chosen row, as in TRL; in"
-            " LLaMA-Factory that of its answer"
+            "pref_loss: orpo: the cross-entropy covers all tokens of the chosen row, as in TRL; in"
+            " LLaMA-Factory it covers its answer only"
         )
 
 
@@ -160,8 +160,8 @@ def _router_loss(draft: Draft) -> None:
         return
     draft.put("optim.router_loss", {"load_balancing": values[key], "layers": "together"}, key)
     draft.warnings.append(
-        f"{key}: the loss is of the global batch; LLaMA-Factory adds that of each micro batch of each rank"
-        " in full, so with N of them in a step it has N times the weight there"
+        f"{key}: the loss is averaged over the global batch; LLaMA-Factory adds the loss of each micro batch"
+        " of each rank in full, so it has N times the weight with N micro batches in a step"
     )
 
 

@@ -199,7 +199,7 @@ def _fill_from_command(
         f"{script.name} calls no train_network.py",
         where=script.name,
         why=(
-            "of a script, the variables of LoRA-Scripts' train.sh and the arguments of sd-scripts'"
+            "in a script, only the variables of LoRA-Scripts' train.sh and the arguments of sd-scripts'"
             " train_network.py are read"
         ),
         fix="pass the TOML file, or our config (`unisono init --out train.yaml`)",

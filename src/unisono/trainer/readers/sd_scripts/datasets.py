@@ -186,7 +186,8 @@ def _add(file: DatasetFile, subset: Subset, given: Mapping[str, Any], seen: set[
         file.problems.append(Problem(what, subset.place, "", "add the folder of its pictures"))
     elif folder in seen:
         file.warnings.append(
-            f"{subset.place}: {folder} is in this dataset already, and only the first one is used, as there"
+            f"{subset.place}: {folder} is in this dataset already, and only the first one is used, as in"
+            " sd-scripts"
         )
     elif subset.values["num_repeats"] < 1:
         file.warnings.append(f"{subset.place}: {folder} is not used: num_repeats is below 1")

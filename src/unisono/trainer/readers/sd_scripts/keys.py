@@ -16,7 +16,7 @@ _SCHEDULES = tuple(name for schedule in SCHEDULES.values() for name in schedule.
 KEYS = KeyTable("unisono.trainer.readers.sd_scripts", words={"lr_scheduler": _SCHEDULES})
 """By name, in groups."""
 PAGE = "docs/reference/sd-scripts.md"
-_UNKNOWN = ("it is neither of sd-scripts' train_network.py nor of LoRA-Scripts", PAGE)
+_UNKNOWN = ("it is a key of neither sd-scripts' train_network.py nor LoRA-Scripts", PAGE)
 _NUMBERS = ("int", "float", "numbers", "number")
 _SECRETS = ("wandb_api_key", "huggingface_token")
 

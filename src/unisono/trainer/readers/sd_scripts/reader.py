@@ -49,7 +49,7 @@ class SdScripts(Translation):
         """What people are told once, with the variables of accelerate."""
         line = (
             f"{self.name} is a file of sd-scripts: {self.count('carried')} keys carried,"
-            f" {self.count('translated')} translated; {PAGE} lists what becomes of each key"
+            f" {self.count('translated')} translated; {PAGE} lists what happens to each key"
         )
         set_here = sorted(name for name in variables if name.startswith("ACCELERATE_"))
         ignored = f"ignored: {', '.join(set_here)} of accelerate; `--nproc N` starts N ranks"
@@ -132,7 +132,7 @@ def _not_the_main_file(path: Path) -> ConfigError:
     return ConfigError.of(
         f"{path} is a dataset file of sd-scripts",
         where=str(path),
-        why="it says which pictures there are, and not which model is trained",
+        why="it lists pictures, but does not name the model to train",
         fix=f'pass the file whose `dataset_config = "{path.name}"` names it',
     )
 
@@ -336,7 +336,7 @@ def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
     file = read_dataset_file(locate(str(draft.values["dataset_config"]), path), draft.values)
     for key in ("train_data_dir", "reg_data_dir", "in_json"):
         if key in draft.values.given:
-            draft.ignore(key, "as there: the dataset file says which pictures there are")
+            draft.ignore(key, "as in sd-scripts: the dataset file lists the pictures")
     if not file.subsets:
         draft.put("data.train", "?", "dataset_config")
         draft.config.setdefault("diffusion", {})
@@ -398,7 +398,7 @@ def _put_schedule(draft: Draft) -> None:
     draft.put("optim.schedule_start", 0)
     draft.put("optim.warmup", _warmup(warmup) if name != "constant" else "0 steps", "lr_warmup_steps")
     if name == "constant" and warmup:
-        draft.ignore("lr_warmup_steps", "as there: `constant` has no warmup")
+        draft.ignore("lr_warmup_steps", "as in sd-scripts: `constant` has no warmup")
     for key, parameter in parameters.items():
         if parameter:
             value = values[key]

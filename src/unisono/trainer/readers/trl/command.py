@@ -42,7 +42,7 @@ def read_command(text: str) -> TrlCommand:
         raise _unreadable(text, str(error)) from None
     first = next((i for i, word in enumerate(words) if _trainer_of(word, words[i - 1] if i else "")), None)
     if first is None:
-        raise _unreadable(text, "no `trl TRAINER` and no script of TRL is in it")
+        raise _unreadable(text, "it contains neither `trl TRAINER` nor a script of TRL")
     command = TrlCommand(_trainer_of(words[first], words[first - 1] if first else ""))
     _add_launcher(command, words[:first])
     _add_arguments(command, words[first + 1 :], text)

@@ -51,7 +51,7 @@ class TrlFile(Translation):
         del variables
         line = (
             f"{self.name} is a TRL file: {self.count('carried')} keys carried, {self.count('translated')} translated;"
-            f" `unisono init --from-trl {self.name}` shows our config and the fate of each key"
+            f" `unisono init --from-trl {self.name}` shows our config and what happens to each key"
         )
         return [line, *self.ignored(), *self.warnings]
 
@@ -183,7 +183,7 @@ def _fill(draft: Draft, trainer: str) -> None:
     else:
         _losses(draft, trainer)
     if values["push_to_hub"]:
-        draft.warnings.append("push_to_hub: nothing is uploaded; `unisono push RUN OWNER/NAME` does it")
+        draft.warnings.append("push_to_hub: nothing is uploaded; use `unisono push RUN OWNER/NAME`")
 
 
 def _model(draft: Draft) -> None:
@@ -230,7 +230,7 @@ def _data(draft: Draft, trainer: str) -> None:
         return
     draft.ignore("max_prompt_length", "data.max_length is that of prompt and answer")
     if values["max_length"] is None:
-        draft.refuse("max_length", "data.max_length is a number", "set it to the longest row's")
+        draft.refuse("max_length", "data.max_length is a number", "set it to the length of the longest row")
     else:
         draft.put("data.max_length", values["max_length"], "max_length")
     choice = {"keep_start": "cut", "keep_end": "keep-answer"}
@@ -280,8 +280,8 @@ def _loss_on(draft: Draft) -> None:
     draft.put("data.loss_on", "answers", "assistant_only_loss", "completion_only_loss")
     if not values["assistant_only_loss"]:
         draft.warnings.append(
-            "assistant_only_loss: false: in rows of messages TRL counts all tokens, and here answers count;"
-            " data.loss_on=all counts all"
+            "assistant_only_loss: false: TRL counts all tokens in rows of messages, but here only answers"
+            " count; data.loss_on=all counts all"
         )
 
 
@@ -325,7 +325,7 @@ def _losses(draft: Draft, trainer: str) -> None:
     elif loss not in (None, "nll", "chunked_nll", "kto") or (loss == "kto" and trainer != "kto"):
         draft.refuse(
             "loss_type",
-            f"the losses here are nll and dft of sft, {', '.join(_LOSSES)} of dpo",
+            f"the losses here are nll and dft for sft, and {', '.join(_LOSSES)} for dpo",
             "use one of these",
         )
     if trainer not in ("sft", "reward"):
