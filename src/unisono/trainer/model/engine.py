@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from unisono.trainer.model.answer_cache import AnswerLayer
 from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.generate import (
     GREEDY,
@@ -45,6 +46,7 @@ _RESERVED = 1_024  # tokens of an answer for which a place in the cache is kept 
 _PROMPT_TOKENS = (
     2_048  # of prompts that are read together, with padding: a short one does not wait for a long one
 )
+_SIMILAR = 0.75  # of the longest prompt of a batch: the length of its shortest
 _COPIED = 1 << 24  # logits in a copy for drawing tokens
 _SCORED = 1 << 26  # logits of a part of a prompt whose tokens are scored
 _ROWS = 64  # of `answer_prompts`: more gain little on CPU
@@ -235,9 +237,7 @@ class Engine:
             self._batches += begun
             return moved + [answer for batch in begun for answer in self._attempt(batch, self._advance)]
         self._reading.extend(begun)
-        if self._reading:
-            moved += self._attempt(self._reading.popleft(), partial(self._read, since=since))
-        return moved
+        return moved + self._read_prompts(since)
 
     def _attempt(
         self, batch: "_Batch", work: Callable[["_Batch"], list["GeneratedAnswer"]]
@@ -263,24 +263,44 @@ class Engine:
         assert self.on_failure is not None
         self.on_failure(failed, error)
 
-    def _read(self, batch: "_Batch", *, since: float) -> list[GeneratedAnswer]:
-        """Reads the next part of the prompts of a batch; the batches take turns.
+    def _read_prompts(self, since: float) -> list[GeneratedAnswer]:
+        """Reads the next parts of prompts; gives the answers whose prompts have been read.
 
-        Returns its answers if that was the last part.
+        The batches take turns. Several short ones are read in the time of one part: each step
+        computes a token of the running answers, which takes nearly as long for few of them.
 
         Args:
-            batch: taken from those that are being read.
             since: when this step began, by time.perf_counter.
         """
         # A part may take as long as the token of the running answers, which it delays.
         most_s = max(_DELAY_S, time.perf_counter() - since) if self._batches else _PART_S
-        columns = max(1, self._part_tokens(most_s) // len(batch.unread))
+        limit = left = self._part_tokens(most_s) if self._reading else 0
+        moved: list[GeneratedAnswer] = []
+        while self._reading and (left > limit // 2 or self._reading[0].unread.numel() <= left):
+            batch = self._reading.popleft()
+            columns = self._columns(batch, left)
+            left -= len(batch.unread) * columns
+            moved += self._attempt(batch, partial(self._read, columns=columns))
+            if moved and self._fixed_part_tokens is None and most_s == _PART_S:
+                break  # they have a first token to show
+        return moved
+
+    def _columns(self, batch: "_Batch", tokens: int) -> int:
+        """Columns of a batch's next part, which has about so many tokens."""
+        rows, columns = batch.unread.shape
+        if batch.pictures is not None:
+            return columns
         if batch.scores_prompts:
-            columns = min(columns, max(1, _SCORED // (len(batch.unread) * self._vocabulary)))
+            tokens = min(tokens, _SCORED // self._vocabulary)
+        return min(columns, max(1, tokens // rows))
+
+    def _read(self, batch: "_Batch", *, columns: int) -> list[GeneratedAnswer]:
+        """Reads the next part of the prompts of a batch, taken from those that are being read; gives
+        its answers if that was the last part.
+        """
         began, moved = time.perf_counter(), []
-        is_whole = columns >= batch.unread.shape[1] or batch.pictures is not None
-        tokens = len(batch.unread) * (batch.unread.shape[1] if is_whole else columns)
-        if not is_whole:
+        tokens = len(batch.unread) * columns
+        if columns < batch.unread.shape[1]:
             batch.read(self._base, self._takes, columns)
             self._reading.append(batch)
         else:
@@ -337,7 +357,19 @@ class Engine:
         self.waiting = self.waiting[len(begun) :]
         if not self._together:
             return [_Batch.of([answer], self._pad_id, self._base) for answer in begun]
-        return [_Batch.of(begun, self._pad_id, self._base, self._known)] if begun else []
+        return [_Batch.of(group, self._pad_id, self._base, self._known) for group in self._alike(begun)]
+
+    def _alike(self, answers: list[GeneratedAnswer]) -> list[list[GeneratedAnswer]]:
+        """Answers in groups with prompts of similar length, since padding costs as much as tokens; the
+        shortest first, since the others make them wait.
+        """
+        unread = {answer: len(answer.prompt) - self._known_tokens(answer) for answer in answers}
+        groups: list[list[GeneratedAnswer]] = []
+        for answer in sorted(answers, key=lambda one: -unread[one]):
+            if not groups or unread[answer] < _SIMILAR * unread[groups[-1][0]]:
+                groups.append([])
+            groups[-1].append(answer)
+        return groups[::-1]
 
     def _known_tokens(self, answer: GeneratedAnswer) -> int:
         return 0 if self._known is None or not self._together else self._known.find(answer)[0]
@@ -570,7 +602,8 @@ class _Batch:
         columns = max(count for count, _ in kept)
         ids = [[pad_id] * (read - len(prompt)) + list(prompt[-read:]) for prompt in prompts]
         mask = [[0] * (columns + read - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        cache = DynamicCache() if _keeps_all_tokens(base) else DynamicCache(config=base.config)
+        cache = DynamicCache(config=None if _keeps_all_tokens(base) else base.config)
+        cache.layer_class_to_replicate = cache.layer_class_to_replicate and AnswerLayer
         if columns:
             for number, (keys, values) in beginnings(kept, columns).items():
                 cache.update(keys, values, number)
@@ -607,7 +640,7 @@ class _Batch:
         index = torch.tensor(rows, device=self.mask.device)
         self.mask, self.shifts = self.mask[index], self.shifts[index]
         for layer in self.layers():
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
+            layer.select(index)
         return logits[index]
 
     def _keep_prompts(self, known: KnownPrompts, rows: list[int]) -> None:
@@ -707,7 +740,7 @@ class _Batch:
         self.mask = self.mask[:, gap:]
         self.unread = self.unread[:, max(0, gap - self._length) :]
         for layer in self.layers():
-            layer.keys, layer.values = layer.keys[rows, :, gap:], layer.values[rows, :, gap:]
+            layer.select(rows, gap)
         return True
 
     def join(self, other: "_Batch") -> None:
@@ -721,14 +754,7 @@ class _Batch:
             [_pad_left(self.mask, longest - length), _pad_left(other.mask, longest - added)]
         )
         for mine, theirs in zip(self.layers(), other.layers(), strict=True):
-            for name in ("keys", "values"):
-                both = (getattr(mine, name), getattr(theirs, name))
-                gaps = (longest - length, longest - added)
-                parts = [
-                    torch.nn.functional.pad(part, (0, 0, gap, 0))
-                    for part, gap in zip(both, gaps, strict=True)
-                ]
-                setattr(mine, name, torch.cat(parts))
+            mine.join(theirs, length=longest)
 
     def layers(self) -> list[Any]:
         """The layers that have something in the cache: some models share that of a different
