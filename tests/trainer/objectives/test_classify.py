@@ -265,7 +265,9 @@ def test_rows_that_cannot_be_classified_are_named_with_their_lines(
 
     text = "a rose"
     refused({"text": text, "label": "gardn"}, "eval", "'gardn' is not a label of the training: garden")
-    refused({"text": text, "label": "moon"}, "train", "'moon' is not a label of the training: ", labels=LABELS)
+    refused(
+        {"text": text, "label": "moon"}, "train", "'moon' is not a label of the training: ", labels=LABELS
+    )
     refused({"text": text, "labels": ["garden"]}, "train", "it has a list of labels")
     refused({"text": text, "label": ""}, "train", "label is empty")
     refused({"text": text, "label": 0.5}, "train", "label has a number")

@@ -27,7 +27,7 @@ def packed_layers(model: torch.nn.Module) -> Iterator[None]:
     usable = {dtype for dtype in dtypes if _has_products(dtype)}
     packed = [module for module in packed if module.weight.dtype in usable]
     for module in packed:
-        module.forward = _PackedForward(module)
+        module.forward = _PackedForward(module.weight, module.bias)
     try:
         yield
     finally:
@@ -38,10 +38,10 @@ def packed_layers(model: torch.nn.Module) -> Iterator[None]:
 class _PackedForward:
     """The forward of one layer."""
 
-    def __init__(self, layer: Any) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
-        self._bias = layer.bias
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)  # noqa: SLF001 - no public name
+        self._bias = bias
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001 - no public name
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (…, in) → (…, out)."""
@@ -59,11 +59,12 @@ def _is_plain(module: Any) -> bool:
 
 def _has_products(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies in a dtype, with the values of torch; found by trying."""
-    layer = torch.nn.Linear(64, 32, dtype=dtype)
-    x = torch.linspace(-1, 1, 192, dtype=dtype).view(3, 64)
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False  # it would be emulated
+    x, weight = (torch.linspace(-1, 1, rows * 64).to(dtype).view(rows, 64) for rows in (3, 32))
     try:
-        return torch.allclose(_PackedForward(layer)(x), layer(x), rtol=0.02, atol=0.02)
+        # It would be emulated.
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
+            return False
+        product = _PackedForward(weight, None)(x)
     except (RuntimeError, AttributeError):  # not in this build of torch
         return False
+    return torch.allclose(product, torch.nn.functional.linear(x, weight), rtol=0.02, atol=0.02)

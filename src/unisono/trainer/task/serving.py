@@ -77,7 +77,7 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
     opened = open_requested(
         request.model,
         report,
-        answers=request.is_shared,
+        answers=request.answers or request.is_shared,
         sees=None,
         adapters=request.adapters,
         takes_adapters=request.takes_adapters,
