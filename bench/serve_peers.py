@@ -2,11 +2,14 @@
 answer lengths: tokens a second of 1, 16, 64 and 256 requests at once.
 
 python bench/serve_peers.py [m15|m135|MODEL ...] --peer-python PYTHON [--node DIR]
-    [--streams 1 16 64 256] [--rounds 2] [--tokens 32] [--threads 1] [--out bench/results/serve_peers.json]
+    [--streams 1 16 64 256] [--rounds 3] [--tokens 32] [--threads 1] [--out bench/results/serve_peers.json]
 
 PYTHON has transformers[serving]; DIR has node_modules/node-llama-cpp. Both servers answer the same
-chats at temperature 0, in turn in each round; each ratio is that of the medians of one run. The peer
-is measured as it starts by default, and with --continuous-batching. llama.cpp computes in one process
+chats at temperature 0, in turn in each round, and only one of them has the CPU at a time; each ratio is
+that of the medians of one run. Since other programs may be at work, whose number (the load) is noted,
+the CPU seconds of a server's processes are measured, too. The peer is measured as it starts by default,
+and with --continuous-batching. A server that ends is named with the end of its log, and started again.
+For one request, the time of the model's forward is measured in a process of its own. llama.cpp computes in one process
 of Node without HTTP, from a GGUF file in float32 of the same model, with a cache of float16, its
 default. All have the same number of threads; one by default, since threads that wait for each other
 measure the machine's load, if it has other work.
@@ -25,10 +28,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+import psutil
 from peers import machine  # type: ignore[import-not-found]  # beside this script
 from workload import MODELS, Writer, make  # type: ignore[import-not-found]  # beside this script
 
@@ -70,6 +74,42 @@ def rate(port: int, model: str, streams: int, tokens: int) -> float:
     with ThreadPoolExecutor(streams) as pool:
         counts = list(pool.map(lambda text: ask(port, model, text, tokens), texts))
     return sum(counts) / (time.perf_counter() - since)
+
+
+def cpu_seconds(server: "subprocess.Popen[bytes]") -> float:
+    """CPU seconds of a server and its children so far."""
+    front = psutil.Process(server.pid)
+    times = [process.cpu_times() for process in (front, *front.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def forward_ms(model: str, arguments: argparse.Namespace) -> float:
+    """Milliseconds of the model's forward for a token of one answer, computed as by the server."""
+    import torch
+    import transformers
+
+    from unisono.trainer.model.engine import Engine, GeneratedAnswer
+    from unisono.trainer.model.generate import GREEDY
+    from unisono.trainer.model.packed_layers import packed_layers
+
+    torch.set_num_threads(arguments.threads)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    forward, times = loaded.forward, []
+
+    def timed(**inputs: Any) -> Any:
+        since = time.perf_counter()
+        outputs = forward(**inputs)
+        times.append(time.perf_counter() - since)
+        return outputs
+
+    engine = Engine(loaded, stop_ids=set(), pad_id=0, rows=1)
+    loaded.forward = timed
+    with engine.ready(), packed_layers(loaded), torch.inference_mode():
+        for _ in range(arguments.rounds):
+            engine.add(GeneratedAnswer([*range(10, 40)], arguments.tokens, GREEDY))
+            while not engine.is_idle:
+                engine.step()
+    return 1_000 * statistics.median(times)
 
 
 @contextlib.contextmanager
@@ -128,54 +168,104 @@ def llama_rate(file: Path, node: Path, streams: int, *, tokens: int, threads: in
     return float(json.loads(done.stdout)["rate"])
 
 
+class Servers:
+    """The servers of a model, all running; they end with the context."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, work: Path) -> None:
+        peer = [arguments.peer_python, "-m", "transformers.cli.transformers", "serve", name]
+        self._commands = {
+            "unisono": ([sys.executable, "-m", "unisono", "serve", name], "/v1/models"),
+            "transformers": (peer, "/health"),
+            "transformers --continuous-batching": ([*peer, "--continuous-batching"], "/health"),
+        }
+        self._name, self._work, self._tokens = name, work, arguments.tokens
+        self._stack = contextlib.ExitStack()
+        self._running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
+        self.kinds = tuple(self._commands)
+        self.ended: list[str] = []
+
+    def __enter__(self) -> "Servers":
+        for kind in self.kinds:
+            self._start(kind)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def stopped(self) -> "contextlib.AbstractContextManager[None]":
+        """A context in which none of them has the CPU."""
+        return alone(None, [server for server, _ in self._running.values()])
+
+    def rates(self, kind: str, streams: int) -> tuple[float, float] | None:
+        """Tokens a second, and a CPU second, of so many requests at once; None if the server ended."""
+        server, port = self._running[kind]
+        with alone(server, [one for one, _ in self._running.values()]):
+            used, since = cpu_seconds(server), time.perf_counter()
+            try:
+                measured = rate(port, self._name, streams, self._tokens)
+                seconds = time.perf_counter() - since
+                return measured, measured * seconds / (cpu_seconds(server) - used)
+            except (OSError, HTTPException, psutil.Error) as error:
+                log = (self._work / f"{kind}.log").read_text()[-500:]
+                self.ended.append(f"{kind}, {streams} requests: {error!r}; exit {server.poll()}; {log}")
+                print(self.ended[-1], file=sys.stderr, flush=True)
+        self._start(kind)
+        return None
+
+    def _start(self, kind: str) -> None:
+        command, path = self._commands[kind]
+        port = free_port()
+        log = self._work / f"{kind}.log"
+        server = self._stack.enter_context(running([*command, "--port", str(port)], port, path, log))
+        self._running[kind] = server, port
+        with alone(server, [one for one, _ in self._running.values()]):
+            ask(port, self._name, "warm up", 4)
+
+
 def measure(model: Path, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """The figures of a model."""
     name = str(model)
-    ours, plain, batched = free_port(), free_port(), free_port()
-    peer = [arguments.peer_python, "-m", "transformers.cli.transformers", "serve", name, "--port"]
-    servers = {
-        "unisono": (
-            [sys.executable, "-m", "unisono", "serve", name, "--port", str(ours)],
-            ours,
-            "/v1/models",
-        ),
-        "transformers": ([*peer, str(plain)], plain, "/health"),
-        "transformers --continuous-batching": (
-            [*peer, str(batched), "--continuous-batching"],
-            batched,
-            "/health",
-        ),
-    }
     gguf = work / "gguf" / "model-f32.gguf"
     if arguments.node:
         export = [sys.executable, "-m", "unisono", "export", name, str(work / "gguf"), "--format", "gguf"]
         subprocess.run([*export, "--quantize", "f32"], check=True, stdout=subprocess.DEVNULL)
-    found: dict[str, dict[str, list[float]]] = {}
-    with contextlib.ExitStack() as stack:
-        started = {}
-        for kind, (command, port, path) in servers.items():
-            started[kind] = stack.enter_context(running(command, port, path, work / f"{kind}.log"))
-            with alone(started[kind], started.values()):
-                ask(port, name, "warm up", 4)
-        for streams in arguments.streams:
-            rates: dict[str, list[float]] = {}
+    seconds, cpu, loads = {}, {}, {}
+    with Servers(name, arguments, work) as servers:
+        for streams in map(str, arguments.streams):
+            by_wall: dict[str, list[float]] = {}
+            by_cpu: dict[str, list[float]] = {}
+            loads[streams] = []
             for _ in range(arguments.rounds):
-                for kind, (_, port, _) in servers.items():
-                    with alone(started[kind], started.values()):
-                        rates.setdefault(kind, []).append(rate(port, name, streams, arguments.tokens))
-                if arguments.node:
-                    with alone(None, started.values()):
-                        measured = llama_rate(
-                            gguf, arguments.node, streams, tokens=arguments.tokens, threads=arguments.threads
-                        )
+                loads[streams].append(os.getloadavg()[0])
+                for kind in servers.kinds:
+                    measured = servers.rates(kind, int(streams))
                     if measured is not None:
-                        rates.setdefault("llama.cpp", []).append(measured)
-            found[str(streams)] = rates
-            print(model.name, streams, json.dumps(rates), file=sys.stderr, flush=True)
+                        by_wall.setdefault(kind, []).append(measured[0])
+                        by_cpu.setdefault(kind, []).append(measured[1])
+                if arguments.node:
+                    with servers.stopped():
+                        llama = llama_rate(
+                            gguf,
+                            arguments.node,
+                            int(streams),
+                            tokens=arguments.tokens,
+                            threads=arguments.threads,
+                        )
+                    if llama is not None:
+                        by_wall.setdefault("llama.cpp", []).append(llama)
+            seconds[streams], cpu[streams] = by_wall, by_cpu
+            print(model.name, streams, json.dumps(by_wall), file=sys.stderr, flush=True)
+        with servers.stopped():
+            forward = forward_ms(name, arguments)
     return {
         "model": model.name,
-        "tokens_per_second": found,
-        "ratios": {n: ratios(r) for n, r in found.items()},
+        "load": loads,
+        "tokens_per_second": seconds,
+        "tokens_per_cpu_second": cpu,
+        "ratios": {n: ratios(r) for n, r in seconds.items()},
+        "cpu_ratios": {n: ratios(r) for n, r in cpu.items()},
+        "forward_ms_of_a_token_of_one_answer": forward,
+        "servers_that_ended": servers.ended,
     }
 
 
@@ -194,7 +284,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--node", type=Path)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)

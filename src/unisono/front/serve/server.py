@@ -128,7 +128,7 @@ def listen(host: str, port: int | None, keys: ApiKeys) -> socket.socket:
         raise UsageError.of(
             f"there is no key for the address {one_line(host)}",
             where="--host",
-            why="every machine that reaches it could use the model; without a key only 127.0.0.1 or a different loopback address is served",
+            why="every machine that reaches it could use the model; only this machine is served without a key",
             fix=(
                 "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add"
                 " --key-file key"

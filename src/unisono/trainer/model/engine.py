@@ -295,8 +295,11 @@ class Engine:
         return min(columns, max(1, tokens // rows))
 
     def _read(self, batch: "_Batch", *, columns: int) -> list[GeneratedAnswer]:
-        """Reads the next part of the prompts of a batch, taken from those that are being read; gives
-        its answers if that was the last part.
+        """Reads the next part of a batch's prompts; gives its answers if that was the last one.
+
+        Args:
+            batch: taken from those that are being read.
+            columns: of the part.
         """
         began, moved = time.perf_counter(), []
         tokens = len(batch.unread) * columns
@@ -360,8 +363,8 @@ class Engine:
         return [_Batch.of(group, self._pad_id, self._base, self._known) for group in self._alike(begun)]
 
     def _alike(self, answers: list[GeneratedAnswer]) -> list[list[GeneratedAnswer]]:
-        """Answers in groups with prompts of similar length, since padding costs as much as tokens; the
-        shortest first, since the others make them wait.
+        """Answers in groups with prompts of similar length, as padding costs as much as tokens; the
+        shortest first, as long ones make others wait.
         """
         unread = {answer: len(answer.prompt) - self._known_tokens(answer) for answer in answers}
         groups: list[list[GeneratedAnswer]] = []
