@@ -9,12 +9,14 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 _ROOM = 64  # tokens: as often everything is copied
+_SMALL = 1 << 20  # bytes that are copied sooner than a part of memory is selected
 
 
 class AnswerLayer(DynamicLayer):  # type: ignore[misc]  # of transformers, which has no types
     """Those of one layer: `keys` and `values` (B, H, L, D) are the used part of larger tensors.
 
-    That of transformers copies all of them into new memory for every token.
+    That of transformers copies all of them into new memory for every token, which is done here only
+    while they are small.
     """
 
     _memory: tuple[torch.Tensor, ...] = ()
@@ -23,23 +25,24 @@ class AnswerLayer(DynamicLayer):  # type: ignore[misc]  # of transformers, which
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values (B, H, n, D); gives all."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if not self.is_initialized or self.keys.nbytes < _SMALL:
+            self._memory = ()
+            super().update(key_states, value_states)
+            return self.keys, self.values
         start, count = self.get_seq_length(), key_states.shape[2]
         if not self._memory or self._memory[0].shape[2] < start + count:
-            self._grow(key_states, value_states, start + count)
+            self._grow(start + count)
         keys, values = self._memory
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
         self._use(start + count)
         return self.keys, self.values
 
-    def _grow(self, key_states: torch.Tensor, value_states: torch.Tensor, length: int) -> None:
-        used, start = (self.keys, self.values), self.get_seq_length()
-        self._memory = tuple(_memory(like, len(like), length) for like in (key_states, value_states))
-        if start:
-            for memory, part in zip(self._memory, used, strict=True):
-                memory[:, :, :start] = part
+    def _grow(self, length: int) -> None:
+        used = (self.keys, self.values)
+        self._memory = tuple(_memory(part, len(part), length) for part in used)
+        for memory, part in zip(self._memory, used, strict=True):
+            memory[:, :, : part.shape[2]] = part
 
     def select(self, rows: torch.Tensor, first: int = 0) -> None:
         """Keeps these answers, or others with the same prompts, from a column on."""

@@ -393,14 +393,15 @@ class Engine:
         """Computes one token of each answer of a batch."""
         logits = batch.next_logits(self._base, self._takes)
         scored = [row for row, answer in enumerate(batch.answers) if answer.top is not None]
-        raw = logits[scored] if scored else logits[:0]  # a copy
+        raw = logits[scored] if scored else logits  # a copy
         adjust_logits(logits, batch.answers)
         self._apply_grammars(logits, batch.answers)
         chosen, finite = _choose(logits, batch.answers)
         if self.on_failure is not None:
             chosen = chosen.where(finite, -1)
         batch.unread = chosen[:, None].clamp(min=0)
-        self._score(batch, scored, raw)
+        if scored:
+            self._score(batch, scored, raw)
         if self._with_log_probs:
             for answer, value in zip(batch.answers, _log_probs(logits, batch), strict=True):
                 answer.log_probs.append(value)

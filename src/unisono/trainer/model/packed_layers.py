@@ -3,8 +3,8 @@
 torch's own order costs a copy of the weight in each product of bfloat16, and the product of float32
 is that of MKL, which on a processor of AMD does not use AVX-512. Products of 1 to 256 rows take
 0.4 to 0.7 of the time (float32), or 0.6 to 0.9 (bfloat16). The packed weights need memory of their
-own: the model keeps its weights, which are only mapped if they are in the file as they are computed
-with.
+own, since adapters read the others (DoRA, their merging): so they are made only where twice as much
+is available.
 
 The operators are those that torch.compile uses in the same place (`_inductor/mkldnn_lowerings.py`,
 torch 2.13).
@@ -16,16 +16,19 @@ from typing import Any
 
 import torch
 
+from unisono.guard.facts.limits import available_memory
+
 
 @contextlib.contextmanager
 def packed_layers(model: torch.nn.Module) -> Iterator[None]:
     """A context in which the model computes with packed weights, where this machine has such
-    products. The weights must not change in it, and there must be no gradients.
+    products and the memory. The weights must not change in it, and there must be no gradients.
     """
-    packed = [module for module in model.modules() if _is_plain(module)]
-    dtypes = {module.weight.dtype for module in packed}
-    usable = {dtype for dtype in dtypes if _has_products(dtype)}
-    packed = [module for module in packed if module.weight.dtype in usable]
+    layers = [module for module in model.modules() if _is_plain(module)]
+    usable = {dtype for dtype in {layer.weight.dtype for layer in layers} if _has_products(dtype)}
+    packed = [layer for layer in layers if layer.weight.dtype in usable]
+    if 2 * sum(layer.weight.nbytes for layer in packed) > available_memory():
+        packed = []
     for module in packed:
         module.forward = _PackedForward(module.weight, module.bias)
     try:
