@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -157,11 +157,12 @@ def answers(port: int, path: str) -> bool:
     return False
 
 
-def llama_rate(file: Path, node: Path, streams: int, *, tokens: int, threads: int) -> float | None:
+def llama_rate(file: Path, arguments: argparse.Namespace, streams: int) -> float | None:
     """Tokens a second of llama.cpp with so many sequences in a batch; None if it fails."""
-    job = json.dumps({"file": str(file), "prompts": prompts(streams), "tokens": tokens, "threads": threads})
-    command = ["node", str(NODE_SCRIPT), str(node)]
-    done = subprocess.run(command, input=job, capture_output=True, text=True, check=False)
+    job = {"file": str(file), "prompts": prompts(streams), "tokens": arguments.tokens}
+    command = ["node", str(NODE_SCRIPT), str(arguments.node)]
+    text = json.dumps(job | {"threads": arguments.threads})
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"llama.cpp, {streams}: {done.stderr[-300:]}", file=sys.stderr)
         return None
@@ -222,51 +223,40 @@ class Servers:
             ask(port, self._name, "warm up", 4)
 
 
-def measure(model: Path, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The figures of a model."""
+def measure(
+    model: Path, arguments: argparse.Namespace, work: Path, publish: Callable[[dict[str, Any]], None]
+) -> None:
+    """Publishes the figures of a model, after each number of requests."""
     name = str(model)
     gguf = work / "gguf" / "model-f32.gguf"
     if arguments.node:
         export = [sys.executable, "-m", "unisono", "export", name, str(work / "gguf"), "--format", "gguf"]
         subprocess.run([*export, "--quantize", "f32"], check=True, stdout=subprocess.DEVNULL)
-    seconds, cpu, loads = {}, {}, {}
+    found: dict[str, Any] = {"model": model.name}
     with Servers(name, arguments, work) as servers:
+        with servers.stopped():
+            found["forward_ms_of_a_token_of_one_answer"] = forward_ms(name, arguments)
         for streams in map(str, arguments.streams):
-            by_wall: dict[str, list[float]] = {}
-            by_cpu: dict[str, list[float]] = {}
-            loads[streams] = []
+            rates: dict[str, list[float]] = {}
+            cpu: dict[str, list[float]] = {}
             for _ in range(arguments.rounds):
-                loads[streams].append(os.getloadavg()[0])
+                found.setdefault("load", {}).setdefault(streams, []).append(os.getloadavg()[0])
                 for kind in servers.kinds:
                     measured = servers.rates(kind, int(streams))
                     if measured is not None:
-                        by_wall.setdefault(kind, []).append(measured[0])
-                        by_cpu.setdefault(kind, []).append(measured[1])
+                        rates.setdefault(kind, []).append(measured[0])
+                        cpu.setdefault(kind, []).append(measured[1])
                 if arguments.node:
                     with servers.stopped():
-                        llama = llama_rate(
-                            gguf,
-                            arguments.node,
-                            int(streams),
-                            tokens=arguments.tokens,
-                            threads=arguments.threads,
-                        )
+                        llama = llama_rate(gguf, arguments, int(streams))
                     if llama is not None:
-                        by_wall.setdefault("llama.cpp", []).append(llama)
-            seconds[streams], cpu[streams] = by_wall, by_cpu
-            print(model.name, streams, json.dumps(by_wall), file=sys.stderr, flush=True)
-        with servers.stopped():
-            forward = forward_ms(name, arguments)
-    return {
-        "model": model.name,
-        "load": loads,
-        "tokens_per_second": seconds,
-        "tokens_per_cpu_second": cpu,
-        "ratios": {n: ratios(r) for n, r in seconds.items()},
-        "cpu_ratios": {n: ratios(r) for n, r in cpu.items()},
-        "forward_ms_of_a_token_of_one_answer": forward,
-        "servers_that_ended": servers.ended,
-    }
+                        rates.setdefault("llama.cpp", []).append(llama)
+            found.setdefault("tokens_per_second", {})[streams] = rates
+            found.setdefault("tokens_per_cpu_second", {})[streams] = cpu
+            found.setdefault("ratios", {})[streams] = ratios(rates)
+            found.setdefault("cpu_ratios", {})[streams] = ratios(cpu)
+            found["servers_that_ended"] = servers.ended
+            publish(found)
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
@@ -290,20 +280,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(arguments.threads)}
-    models = []
+    models: dict[str, Any] = {}
+    found = {
+        "schema": 1, "machine": machine(), "tokens_of_an_answer": arguments.tokens,
+        "threads": arguments.threads, "rounds": arguments.rounds,
+    }  # fmt: skip
+
+    def publish(one: dict[str, Any]) -> None:
+        models[one["model"]] = one
+        text = json.dumps(found | {"models": [*models.values()]}, indent=1)
+        print(text, flush=True)
+        if arguments.out:
+            arguments.out.write_text(text + "\n")
+
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as work:
             if name in MODELS:
                 make(Path(work), rows=1, shapes={name: MODELS[name]})
-            models.append(measure(Path(work) / name if name in MODELS else Path(name), arguments, Path(work)))
-    found = {
-        "schema": 1, "machine": machine(), "tokens_of_an_answer": arguments.tokens,
-        "threads": arguments.threads, "rounds": arguments.rounds,
-        "models": models,
-    }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+            measure(Path(work) / name if name in MODELS else Path(name), arguments, Path(work), publish)
 
 
 if __name__ == "__main__":

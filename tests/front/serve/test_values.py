@@ -253,7 +253,7 @@ def test_adapters_are_for_models_that_write_answers(judge: Path, embedders: dict
 def test_the_studio_does_not_load_what_writes_no_answers(
     embedders: dict[str, Path], judge: Path, labeller: Path, own_cache: None
 ) -> None:
-    async def refusals() -> list[dict[str, str]]:
+    async def refusals() -> list[dict[str, dict[str, str]]]:
         models = Models()
         found = []
         for target in (embedders["last"], judge, labeller):
@@ -266,7 +266,7 @@ def test_the_studio_does_not_load_what_writes_no_answers(
         return found
 
     embeds, rates, labels = asyncio.run(refusals())
-    assert "is an embedding model: it writes no answers" in embeds["what"]
-    assert "is a reward model" in rates["what"]
-    assert "is a classifier: it labels texts and writes no answers" in labels["what"]
+    assert "is an embedding model: it writes no answers" in embeds["what"]["en"]
+    assert "is a reward model" in rates["what"]["en"]
+    assert "is a classifier: it labels texts and writes no answers" in labels["what"]["en"]
     assert all(one["fix"] for one in (embeds, rates, labels))

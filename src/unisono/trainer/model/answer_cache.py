@@ -9,16 +9,18 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 _ROOM = 64  # tokens: as often everything is copied
-_SMALL = 1 << 20  # bytes that are copied sooner than a part of memory is selected
+_SMALL = 1 << 20  # bytes of keys: a copy of so many takes less time than what it spares
 
 
-class AnswerLayer(DynamicLayer):  # type: ignore[misc]  # of transformers, which has no types
+class AnswerLayer(DynamicLayer):
     """Those of one layer: `keys` and `values` (B, H, L, D) are the used part of larger tensors.
 
     That of transformers copies all of them into new memory for every token, which is done here only
     while they are small.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
     _memory: tuple[torch.Tensor, ...] = ()
 
     def update(

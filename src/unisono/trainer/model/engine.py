@@ -400,8 +400,7 @@ class Engine:
         if self.on_failure is not None:
             chosen = chosen.where(finite, -1)
         batch.unread = chosen[:, None].clamp(min=0)
-        if scored:
-            self._score(batch, scored, raw)
+        self._score(batch, scored, raw)
         if self._with_log_probs:
             for answer, value in zip(batch.answers, _log_probs(logits, batch), strict=True):
                 answer.log_probs.append(value)
@@ -428,6 +427,8 @@ class Engine:
     @staticmethod
     def _score(batch: "_Batch", rows: list[int], logits: torch.Tensor) -> None:
         """Gives answers, the rows of a batch, the scores of their next tokens by logits (R, V)."""
+        if not rows:
+            return
         answers = [batch.answers[row] for row in rows]
         tops = [answer.top or 0 for answer in answers]
         for answer, score in zip(answers, token_scores(logits, batch.unread[rows, 0], tops), strict=True):
