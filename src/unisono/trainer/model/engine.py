@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from unisono.trainer.model.answer_cache import AnswerLayer
 from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.generate import (
     GREEDY,
@@ -607,8 +606,7 @@ class _Batch:
         columns = max(count for count, _ in kept)
         ids = [[pad_id] * (read - len(prompt)) + list(prompt[-read:]) for prompt in prompts]
         mask = [[0] * (columns + read - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        cache = DynamicCache(config=None if _keeps_all_tokens(base) else base.config)
-        cache.layer_class_to_replicate = cache.layer_class_to_replicate and AnswerLayer
+        cache = DynamicCache() if _keeps_all_tokens(base) else DynamicCache(config=base.config)
         if columns:
             for number, (keys, values) in beginnings(kept, columns).items():
                 cache.update(keys, values, number)
@@ -645,7 +643,7 @@ class _Batch:
         index = torch.tensor(rows, device=self.mask.device)
         self.mask, self.shifts = self.mask[index], self.shifts[index]
         for layer in self.layers():
-            layer.select(index)
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
         return logits[index]
 
     def _keep_prompts(self, known: KnownPrompts, rows: list[int]) -> None:
@@ -745,7 +743,7 @@ class _Batch:
         self.mask = self.mask[:, gap:]
         self.unread = self.unread[:, max(0, gap - self._length) :]
         for layer in self.layers():
-            layer.select(rows, gap)
+            layer.keys, layer.values = layer.keys[rows, :, gap:], layer.values[rows, :, gap:]
         return True
 
     def join(self, other: "_Batch") -> None:
@@ -759,7 +757,14 @@ class _Batch:
             [_pad_left(self.mask, longest - length), _pad_left(other.mask, longest - added)]
         )
         for mine, theirs in zip(self.layers(), other.layers(), strict=True):
-            mine.join(theirs, length=longest)
+            for name in ("keys", "values"):
+                both = (getattr(mine, name), getattr(theirs, name))
+                gaps = (longest - length, longest - added)
+                parts = [
+                    torch.nn.functional.pad(part, (0, 0, gap, 0))
+                    for part, gap in zip(both, gaps, strict=True)
+                ]
+                setattr(mine, name, torch.cat(parts))
 
     def layers(self) -> list[Any]:
         """The layers that have something in the cache: some models share that of a different
