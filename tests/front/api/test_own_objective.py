@@ -190,6 +190,33 @@ def test_a_bad_file_is_refused_with_its_line(
         assert "Focal" in problem.fix
 
 
+APART = """
+class Apart(Plain):
+    group = None
+
+    def loss(self, forward, micro, *, counts, known=0.0):
+        if self.group is None:
+            self.group = torch.distributed.new_group()
+        if torch.distributed.get_rank() == 0:
+            torch.distributed.all_reduce(torch.ones(3), group=self.group)
+        return super().loss(forward, micro, counts=counts)
+"""
+
+
+def test_a_collective_that_one_rank_enters_is_reported_before_the_first_step_has_ended(place: Place) -> None:
+    place.file.write_text(OURS + APART)
+    config = place.config("out", objective=f"{place.file}:Apart", watch={"stall_after": "40 seconds"})
+    done = place.command(config, "--nproc", "2", "--trust-code", "--restarts", "0")
+    messages = [json.loads(line) for line in done.stdout.splitlines()]
+    warnings = [message for message in messages if message["kind"] == "warning"]
+    (warning,) = [message for message in warnings if message["code"] == "collective_mismatch"]
+    assert 30 <= warning["verdict"]["named_after_s"] < 38
+    assert "rank 0, node 0" in warning["text"]
+    assert "all_reduce #1 [[3]]" in warning["text"]
+    assert messages[-1]["verdict"]["cause"] == "collective_mismatch"
+    assert done.returncode == 4
+
+
 def test_an_exception_in_the_loss_is_a_verdict_with_its_line(place: Place) -> None:
     place.file.write_text(OURS.replace("probs = log_probs.exp()", "probs = log_probs.expp()"))
     result = place.train("out", restarts=0)

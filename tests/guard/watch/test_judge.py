@@ -268,8 +268,38 @@ def test_a_phase_whose_length_is_not_known_yet_is_given_ten_minutes(phase: str) 
             run_view([waiting(0, idle_s, times=UNSEEN), view(1, phase, idle_s, times=UNSEEN, step=1)]), AUTO
         )
 
-    assert seen(599.0) is None
+    before = seen(599.0)
+    assert before is None or (isinstance(before, Suspicion) and before.is_quiet and not before.is_named)
     assert isinstance(seen(600.0), Verdict)
+
+
+def test_ranks_that_all_wait_are_reported_before_the_second_step_has_shown_how_long_that_takes() -> None:
+    def seen(idle_s: float, waits: str) -> Suspicion | Verdict | None:
+        views = [
+            waiting(0, idle_s, times=UNSEEN, step=1),
+            view(1, "compute", idle_s, times=UNSEEN, step=1, comm=40),
+        ]
+        if idle_s < 20.0:
+            assert judge(run_view(views), AUTO) is None
+        looks = [
+            look(rank, waits, name=name, number=9, completed=8)
+            for rank, name in enumerate(["all_reduce", "all_gather"])
+        ]
+        return judge(run_view(views, looks=looks), AUTO)
+
+    in_torch = "/lib/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:300 in foreach_all_gather"
+    unsure = seen(20.0, "mine.py:3 in slow")
+    assert isinstance(unsure, Suspicion)
+    assert (unsure.is_quiet, unsure.is_named, unsure.to_inspect) == (True, False, (0, 1))
+    assert not isinstance(seen(599.0, "mine.py:3 in slow"), Verdict), "it may compile"
+    early = seen(20.0, in_torch)
+    assert isinstance(early, Suspicion)
+    assert not early.is_named
+    assert named(seen(30.0, in_torch)).cause == "collective_mismatch"
+    assert isinstance(seen(599.0, in_torch), Suspicion)
+    assert isinstance(seen(600.0, in_torch), Verdict)
+    together = judge(run_view([waiting(rank, 30.0, times=UNSEEN, step=1) for rank in (0, 1)]), AUTO)
+    assert named(together).cause == "rank_stalled"
 
 
 def test_the_configs_patience_replaces_what_is_learned_and_the_ten_minutes() -> None:

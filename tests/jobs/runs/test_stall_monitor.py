@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.guard.watch.run_views import look, view
+from tests.guard.watch.run_views import UNSEEN, look, view
 from tests.guard.watch.test_foreign import rank as foreign
 from tests.jobs.runs.test_culprits import plan
 from unisono.base.causes import Verdict
@@ -221,6 +221,36 @@ def test_long_stall_is_investigated_once_and_reported_as_its_age_doubles() -> No
     assert all("mine.py:9 in rank_1" in text for text in texts)
     assert len(notes(scene, "investigating")) == 1
     assert notes(scene, "move again") == []
+
+
+def test_ranks_that_compile_in_their_first_step_are_inspected_without_a_message() -> None:
+    scene = Scene(2)
+    for since_s in range(120):
+        scene.see(
+            *(view(rank, "compute", float(since_s), times=UNSEEN, step=1) for rank in (0, 1)), after_s=1.0
+        )
+    assert scene.shown == []
+    assert len(scene.signs.requested) == 2 * 4  # after 20 s, and every 30 s
+
+
+def test_ranks_whose_collectives_complete_in_a_long_first_step_do_not_stall() -> None:
+    scene = Scene(2)
+    waits = "/lib/torch/distributed/distributed_c10d.py:3252 in all_reduce"
+
+    def see(since_s: float, number: int) -> None:
+        scene.see(*(view(rank, "compute", since_s, times=UNSEEN, step=1) for rank in (0, 1)), after_s=5.0)
+        kinds = ["all_reduce", "all_gather"]
+        scene.signs.done = [
+            look(rank, waits, name=kind, number=number, completed=number - 1)
+            for rank, kind in enumerate(kinds)
+        ]
+
+    for tick in range(20):
+        see(20.0 + 5 * tick, number=tick)
+    assert scene.warnings == []
+    for tick in range(20, 24):
+        see(20.0 + 5 * tick, number=20)
+    assert [cause for cause, _ in scene.warnings] == ["collective_mismatch"]
 
 
 def test_a_moment_in_which_a_rank_is_not_still_is_not_its_progress() -> None:

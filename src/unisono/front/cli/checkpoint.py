@@ -66,6 +66,14 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="With gguf: the adapter alone, not merged.")
     ] = False,
+    converter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With gguf: llama.cpp's convert_hf_to_gguf.py, which then writes the file.",
+            show_default=False,
+        ),
+    ] = None,
     program: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +103,7 @@ def export(
             f"--format {format_} is unknown", where="--format", fix="use gguf, diffusers or kohya"
         )
     format_ = format_for(program, format_)
-    gguf = _gguf_type(quantize, adapter=adapter, is_gguf=format_ == "gguf")
+    gguf = _gguf_type(quantize, adapter=adapter, converter=converter, is_gguf=format_ == "gguf")
     out, overrides = split_prompt(out, overrides)
     given = read_inference_file(target, overrides)
     model = replace(given.model if given else RequestedModel(target), step=step)
@@ -122,7 +130,13 @@ def export(
         else:
             kind, tool = gguf
             gguf_request = GgufRequest(
-                model=model, out=out, quantize=kind, adapter=adapter, tool=tool, read_back=not no_read_back
+                model=model,
+                out=out,
+                quantize=kind,
+                adapter=adapter,
+                tool=tool,
+                converter=str(expand(converter).absolute()) if converter else None,
+                read_back=not no_read_back,
             )
             result = written = run_request(gguf_request, on_message=progress.show)
             lines = _gguf_lines(written)
@@ -138,7 +152,9 @@ def export(
         printer.result(text)
 
 
-def _gguf_type(quantize: str | None, *, adapter: bool, is_gguf: bool) -> tuple[str, str | None] | None:
+def _gguf_type(
+    quantize: str | None, *, adapter: bool, converter: str | None, is_gguf: bool
+) -> tuple[str, str | None] | None:
     """The type that `--quantize` names, and the path of llama-quantize if it needs that; None for
     other formats than GGUF.
 
@@ -149,9 +165,10 @@ def _gguf_type(quantize: str | None, *, adapter: bool, is_gguf: bool) -> tuple[s
     from importlib.util import find_spec
 
     from unisono.base.errors import UsageError
+    from unisono.base.files import expand
 
     if not is_gguf:
-        for option, given in (("--quantize", quantize), ("--adapter", adapter)):
+        for option, given in (("--quantize", quantize), ("--adapter", adapter), ("--converter", converter)):
             if given:
                 raise UsageError.of(
                     f"{option} applies to GGUF only", where=option, fix="add --format gguf, or omit it"
@@ -162,6 +179,18 @@ def _gguf_type(quantize: str | None, *, adapter: bool, is_gguf: bool) -> tuple[s
             "`--format gguf` needs the package gguf, which is not installed",
             where="--format gguf",
             fix="pip install 'unisono[gguf]'",
+        )
+    if converter and adapter:
+        raise UsageError.of(
+            "--converter writes whole models",
+            where="--adapter",
+            fix="omit --converter, or use llama.cpp's convert_lora_to_gguf.py",
+        )
+    if converter and not expand(converter).is_file():
+        raise UsageError.of(
+            f"there is no file {converter}",
+            where="--converter",
+            fix="name convert_hf_to_gguf.py in a clone of llama.cpp",
         )
     kind = (quantize or "f16").lower()
     tool = None
@@ -194,8 +223,20 @@ def _gguf_lines(result: "GgufExported") -> list[str]:
         f"{result['out']}: {result['what']} ({result['architecture']}, {result['dtype']}),"
         f" {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
     ]
-    differs = f"its tensors differ by at most {result['differs_by']:.1e} of their size"
-    lines.append(f"  read again, tensor by tensor: {differs if result['differs_by'] else 'equal'}")
+    if (converted := result["converted"]) is not None:
+        number, others = len(converted["others"]), ", ".join(converted["others"][:3])
+        lines.append(
+            f"  read again: {converted['equal']} of {converted['equal'] + number} tensors have the values of the"
+            " model"
+            + (
+                f"; the converter joined, split or computed {number}: {others}{' …' if number > 3 else ''}"
+                if number
+                else ""
+            )
+        )
+    else:
+        differs = f"its tensors differ by at most {result['differs_by']:.1e} of their size"
+        lines.append(f"  read again, tensor by tensor: {differs if result['differs_by'] else 'equal'}")
     if (back := result["read_back"]) is not None:
         lines.append(
             f"  loaded in llama.cpp: its logits differ by {back['differs_by']:.1e} of their spread from those"

@@ -16,6 +16,22 @@ def is_installed() -> bool:
     return find_spec("llama_cpp") is not None
 
 
+def tokens(file: str, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens into which llama.cpp splits texts, without those that it adds at the beginning.
+
+    Args:
+        file: in the format GGUF.
+        texts: in which special tokens are recognized.
+
+    Raises:
+        ValueError, RuntimeError: if llama.cpp cannot load the file.
+    """
+    from llama_cpp import Llama
+
+    model = Llama(file, vocab_only=True, verbose=False)
+    return [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+
+
 def last_logits(file: str, rows: Sequence[Sequence[int]], count: int) -> list[Any]:
     """The logits that llama.cpp gives on a CPU with a cache in float32.
 

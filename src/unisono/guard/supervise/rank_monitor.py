@@ -56,6 +56,7 @@ _JUDGE_EVERY_S = 0.2  # as often as its callers poll
 _QUIET_EVERY_S = 0.4  # if every rank has moved since the last look
 _SILENT_S = 3.0
 _REQUEST_AGAIN_S = 5.0
+_REQUEST_QUIETLY_S = 30.0
 _LATE_S = 2.0  # possible age of a view of a rank on a different node
 _MOST_LINKS = 16  # of a node
 _MOST_RAW = 64  # ranks; of each up to 1 MiB
@@ -406,7 +407,7 @@ class StallMonitor:
             self._views |= {view.rank: view for view in message.views}
             self._links[node_rank] = message.links[:_MOST_LINKS]
         elif self._episode is not None:  # else the ranks move again, and the request is obsolete
-            self._looks |= {look.rank: look for look in message.looks}
+            self._add(message.looks)
             self._raw |= {
                 rank: message.raw[rank]
                 for rank in node_ranks & message.raw.keys()
@@ -460,7 +461,7 @@ class StallMonitor:
         self._views |= {view.rank: view for view in self._monitor.views(now)}
         looks = self._monitor.looks()
         if self._episode is not None:
-            self._looks |= {look.rank: look for look in looks}
+            self._add(looks)
         silences = self._server.silences() if self._server is not None else {}
         self._report_silences(silences)
         if self._episode is not None:
@@ -482,20 +483,28 @@ class StallMonitor:
                 del self._looks[rank]  # it has moved since
         self.run_view = RunView(self._places, responding, nodes, dict(self._looks), self._plan.total_steps)
 
+    def _add(self, looks: Iterable[Look]) -> None:
+        self._looks |= {look.rank: look.after(self._looks.get(look.rank)) for look in looks}
+
     def _suspect(self, suspicion: Suspicion, now: float) -> None:
+        again_s = _REQUEST_QUIETLY_S if suspicion.is_quiet else _REQUEST_AGAIN_S
         self._request_stacks(
             [
                 rank
                 for rank in suspicion.to_inspect
-                if now - self._requested_at.get(rank, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
+                if now - self._requested_at.get(rank, -again_s) >= again_s
             ],
             now,
         )
         if self._episode is None:
             self._episode = Episode(suspicion)
+        if not suspicion.is_quiet and not self._episode.is_announced:
+            self._episode.is_announced = True
             self._notify(f"investigating: {suspicion.verdict.summary}")
             self._mark(
-                self._episode.ranks, f"investigating: {suspicion.verdict.summary}", suspicion.verdict.cause
+                suspicion.verdict.ranks or suspicion.to_inspect,
+                f"investigating: {suspicion.verdict.summary}",
+                suspicion.verdict.cause,
             )
         self._episode.take(suspicion)
         who = (suspicion.verdict.cause, suspicion.verdict.ranks)

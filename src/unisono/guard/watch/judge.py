@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from unisono.base.causes import Evidence, Verdict
+from unisono.guard.watch import PHASES, phase_named
 from unisono.guard.watch.rl_activities import rl_activity
 from unisono.guard.watch.verdicts import Limits, Patience, describe_activity, labels, mismatch, verdict
 from unisono.guard.watch.views import Beat, Look, RankView, RunView, Suspicion
@@ -69,6 +70,7 @@ def judge(run_view: RunView, patience: Patience) -> Suspicion | Verdict | None:
         or _apart_in_collectives(run_view, alive, patience)
         or _together_in_a_collective(run_view, alive, patience)
         or _idle_everywhere(run_view, alive, patience)
+        or _may_all_wait(run_view, alive, patience)
     )
 
 
@@ -249,16 +251,29 @@ def _apart_in_collectives(
     if len(stuck) < 2 or len(stuck) < len(alive):
         return None
     limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
-    if since_s < limits.suspect_s:
+    if since_s < limits.suspect_s or _are_moving(run_view, stuck):
         return None
     named = mismatch(run_view, stuck)
     if named is None or _network_has_problems(run_view):
         return None
     unseen = tuple(view.rank for view in stuck if view.rank not in run_view.looks)
-    name_s = limits.name_s
-    if since_s >= name_s + (_LOOK_S if unseen else 0.0):
+    spare_s = _LOOK_S if unseen else 0.0
+    if since_s >= limits.apart_s + spare_s:
         return named
-    return Suspicion(named, since_s, is_named=not unseen, ends_in_s=name_s - since_s, to_inspect=unseen)
+    # Before the second step a stack can be older than the collective that the rank is in by now.
+    is_first = limits.apart_s > limits.name_s
+    is_named = since_s >= limits.name_s + spare_s if is_first else not unseen
+    to_inspect = tuple(view.rank for view in stuck) if is_first else unseen
+    return Suspicion(
+        named, since_s, is_named=is_named, ends_in_s=limits.apart_s - since_s, to_inspect=to_inspect
+    )
+
+
+def _are_moving(run_view: RunView, stuck: Sequence[RankView]) -> bool:
+    """Whether collectives of sharded weights still complete, between which there is no
+    heartbeat.
+    """
+    return any(run_view.looks[view.rank].has_moved for view in stuck if view.rank in run_view.looks)
 
 
 def _network_has_problems(run_view: RunView) -> bool:
@@ -278,7 +293,7 @@ def _together_in_a_collective(
     if not stuck or len(stuck) < len(alive):
         return None
     limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
-    if since_s < limits.suspect_s:
+    if since_s < limits.suspect_s or _are_moving(run_view, stuck):
         return None
     is_foreign = any(view.beat is not None and view.beat.is_foreign for view in stuck)
     ended = {rank for rank, view in run_view.views.items() if view.has_ended and not view.reported_result}
@@ -346,6 +361,22 @@ def _idle_everywhere(
         return named
     is_named = since_s >= limit_s + _LOOK_S or all(_is_seen(view, run_view) for view in alive)
     return Suspicion(named, since_s, is_named=is_named, ends_in_s=ends_in_s, to_inspect=tuple(ranks))
+
+
+def _may_all_wait(run_view: RunView, alive: Sequence[RankView], patience: Patience) -> Suspicion | None:
+    """Before the second step only their stacks can show that all of our own ranks wait in
+    collectives, and none of them compiles or computes.
+    """
+    beats = [v.beat for v in alive if v.beat is not None and not v.beat.is_foreign and _is_joined(v.beat)]
+    if not len(run_view.views) == len(alive) == len(beats) > 1:
+        return None
+    limits, since_s = _limits_of_all(alive, patience), min(view.idle_s for view in alive)
+    if not limits.suspect_s <= since_s < limits.act_s or limits.apart_s == limits.name_s:
+        return None
+    ranks = [view.rank for view in alive]
+    summary = f"{labels(run_view, ranks)} are silent, {describe_activity(alive[0])}, for {since_s:.0f} s"
+    unsure = verdict("rank_stalled", summary, run_view, ranks=ranks, since_s=since_s)
+    return Suspicion(unsure, since_s, is_named=False, ends_in_s=None, to_inspect=tuple(ranks), is_quiet=True)
 
 
 def _idle_limit_s(beat: Beat) -> float:
@@ -420,7 +451,15 @@ def _limits_of_all(waiting: Sequence[RankView], patience: Patience) -> Limits:
     rank that arrives last never does. So the duration of a collective itself, with all ranks in it,
     is at most the shortest of their longest times.
     """
-    return min((_limits(view, patience) for view in waiting), key=lambda limits: limits.name_s)
+    beats = [view.beat for view in waiting if view.beat is not None]
+    all_wait = all(_is_joined(beat) for beat in beats)
+    return min((patience.limits(beat, all_wait=all_wait) for beat in beats), key=lambda limits: limits.name_s)
+
+
+def _is_joined(beat: Beat) -> bool:
+    """Whether a rank has joined the others; before that it may wait until they have started."""
+    phase = PHASES[phase_named(beat.phase)]
+    return phase.in_step or not phase.waits
 
 
 def _waits(view: RankView, run_view: RunView) -> bool:

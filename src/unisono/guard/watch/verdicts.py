@@ -20,6 +20,7 @@ _ACT_S = 30.0
 _ACT_TIMES = 5.0
 _SPARE_S = (2.5, 5.0)
 _UNKNOWN_S = 600.0
+_FIRST_WAIT_S = (20.0, 30.0)
 _SEEN_IN_STEP = 4
 _SEEN_ELSEWHERE = 2
 
@@ -28,11 +29,15 @@ _SEEN_ELSEWHERE = 2
 class Limits:
     """Seconds of silence after which a rank is inspected, reported, and the run stopped; all equal
     if the phase's duration is unknown.
+
+    Attributes:
+        apart_s: after which the run is stopped if all ranks wait in different collectives.
     """
 
     suspect_s: float
     name_s: float
     act_s: float
+    apart_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,17 @@ class Patience:
         """From `watch.stall_after`: a duration, or "auto"."""
         return cls(None if stall_after == "auto" else parse_seconds(stall_after), idle_limit_s)
 
-    def limits(self, beat: Beat) -> Limits:
+    def limits(self, beat: Beat, *, all_wait: bool = False) -> Limits:
         """Limits for a rank in the phase of its heartbeat.
 
         The longest observed silence of the phase stands for its 99th percentile. A phase that has
         not been observed, as everything before the second step, has no known duration: its limit is
-        ten minutes without progress.
+        ten minutes without progress. If all ranks wait in collectives, none of them computes or
+        compiles, and they are reported before that.
+
+        Args:
+            beat: the rank's.
+            all_wait: whether all ranks wait in collectives.
         """
         phase = PHASES[phase_named(beat.phase)]
         if beat.is_foreign:
@@ -66,12 +76,13 @@ class Patience:
         seen = beat.times.count >= (_SEEN_IN_STEP if phase.in_step else _SEEN_ELSEWHERE)
         if not seen:
             limit = self.stall_after_s or _UNKNOWN_S
-            return Limits(limit, limit, limit)
+            suspect, name = (min(limit, s) for s in (_FIRST_WAIT_S if all_wait else (limit, limit)))
+            return Limits(suspect, name, limit, limit)
         longest = beat.times.longest_s
         low, high = _SPARE_S
         name = max(_NAME_S, longest + min(max(low, 2 * longest), high))
         act = self.stall_after_s or max(_ACT_S, _ACT_TIMES * longest)
-        return Limits(min(name - 1.0, max(_SUSPECT_S, 1.5 * longest)), name, max(name, act))
+        return Limits(min(name - 1.0, max(_SUSPECT_S, 1.5 * longest)), name, max(name, act), name)
 
     def _of_foreign(self, beat: Beat) -> Limits:
         """In a foreign program a phase recurs, but may also be an evaluation.
@@ -80,7 +91,7 @@ class Patience:
         stopped only when torch's own timeout would.
         """
         name = max(_NAME_S, beat.times.longest_s + _SPARE_S[0])
-        return Limits(_SUSPECT_S, name, max(name, self.stall_after_s or _UNKNOWN_S))
+        return Limits(_SUSPECT_S, name, max(name, self.stall_after_s or _UNKNOWN_S), name)
 
 
 _STEPS = 5

@@ -7,7 +7,7 @@ import os
 import signal
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from unisono.base.causes import Verdict
@@ -441,6 +441,7 @@ class Look:
         may_step: whether it can still reach the place where it makes its steps; None if unknown.
         note: other information for a person, e.g. a frozen cgroup.
         workers: processes that it has started, e.g. of its loader, if their stacks can be read.
+        has_moved: whether the last collective is a later one than at the inspection before this.
     """
 
     rank: int
@@ -453,6 +454,13 @@ class Look:
     recurs: bool = False
     may_step: bool | None = None
     workers: tuple[WorkerStack, ...] = ()
+    has_moved: bool = False
+
+    def after(self, before: "Look | None") -> "Look":
+        """This one, compared with an earlier one of the same rank."""
+        if before is None or before.begun is None:
+            return self
+        return replace(self, has_moved=before.begun != self.begun)
 
     def to_json(self) -> dict[str, object]:
         """A JSON object for the head."""
@@ -530,6 +538,8 @@ class Suspicion:
         ends_in_s: seconds without progress after which the run is stopped; None if it is not
             stopped for that.
         to_inspect: ranks to inspect: their stacks and flight recorders.
+        is_quiet: whether it is normal that a rank is silent for so long, and only the inspection
+            can show a stall: then the inspection is not reported.
     """
 
     verdict: Verdict
@@ -537,6 +547,7 @@ class Suspicion:
     is_named: bool
     ends_in_s: float | None
     to_inspect: tuple[int, ...] = ()
+    is_quiet: bool = False
 
 
 _WORKS_S = 5.0  # in which a rank of a foreign program is never still
@@ -551,11 +562,13 @@ class Episode:
     Attributes:
         suspicion: the latest.
         reported_s: its age at the last report, in seconds; None before the first.
+        is_announced: whether it was reported that ranks are inspected.
     """
 
     def __init__(self, suspicion: Suspicion) -> None:
         """Begins with the first suspicion."""
         self.suspicion = suspicion
+        self.is_announced = False
         self.reported_s: float | None = None
         self._idle_s: dict[int, float] = {}
         self._works_since: dict[int, tuple[float, float]] = {}  # now, CPU seconds

@@ -133,8 +133,8 @@ class GgufLayout:
                 where="config.json: model_type",
                 why=f"the types that can be are {', '.join(FAMILIES)}",
                 fix=(
-                    "write a directory with `unisono export --merge`, and convert it with llama.cpp's"
-                    " convert_hf_to_gguf.py"
+                    "add `--converter convert_hf_to_gguf.py`, with the path of that script in a clone of"
+                    " llama.cpp"
                 ),
             )
         layout = cls(text, kind, gguf.get_tensor_name_map(FAMILIES[kind].number, text.num_hidden_layers))
@@ -308,7 +308,7 @@ class GgufLayout:
             raise ModelError.of(
                 f"llama.cpp has no name for the tensor {name}",
                 where=f"model type {self.kind}",
-                fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
+                fix="add `--converter convert_hf_to_gguf.py`, with its path in a clone of llama.cpp",
             )
         return str(stored_name)
 
@@ -586,8 +586,8 @@ def _unknown(what: str) -> ModelError:
         where="tokenizer.json",
         why="byte-level BPE and SentencePiece's BPE can be written",
         fix=(
-            "convert a merged export with llama.cpp's convert_hf_to_gguf.py, or keep it for transformers and"
-            " vLLM"
+            "add `--converter convert_hf_to_gguf.py`, with its path in a clone of llama.cpp, or keep the model"
+            " for transformers and vLLM"
         ),
     )
 

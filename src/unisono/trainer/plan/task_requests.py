@@ -658,6 +658,15 @@ class ExportRequest(TaskRequest[Exported]):
     half: bool = False
 
 
+class ConvertedJson(TypedDict):
+    """Tensors that llama.cpp's converter has written: how many are those of the model, and names of
+    those that it has joined, split or computed.
+    """
+
+    equal: int
+    others: list[str]
+
+
 class GgufExported(_Written):
     """A written GGUF file; `differs_by`: of a quantized tensor, at most."""
 
@@ -666,6 +675,7 @@ class GgufExported(_Written):
     dtype: str
     differs_by: float
     has_template: bool
+    converted: ConvertedJson | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -675,6 +685,7 @@ class GgufRequest(TaskRequest[GgufExported]):
     Attributes:
         quantize: f32, f16, bf16, or a type of llama.cpp, for which `tool` is the path of
             llama-quantize.
+        converter: the path of llama.cpp's convert_hf_to_gguf.py, which is to write the file.
     """
 
     task: ClassVar = "gguf"
@@ -683,6 +694,7 @@ class GgufRequest(TaskRequest[GgufExported]):
     quantize: str
     adapter: bool = False
     tool: str | None = None
+    converter: str | None = None
     read_back: bool = True
 
 

@@ -378,12 +378,24 @@ def _write_rest(target: Target, directory: Path) -> None:
     if template is not None and template.text is not None:
         tokenizer.chat_template = template.text
     tokenizer.save_pretrained(str(directory))
+    _copy_sentencepiece(target, directory)
     if target.embeds:
         _write_sentence_files(target, directory)
     elif target.head is None:
         write_generation_config(
             directory, tokenizer=tokenizer, stops=stops, known=(target.base, target.weights)
         )
+
+
+def _copy_sentencepiece(target: Target, directory: Path) -> None:
+    """Copies SentencePiece's own file, which transformers reads and does not write: llama.cpp's
+    converter needs it.
+    """
+    trained = [Path(target.plan.model.directory)] if target.plan is not None else []
+    for source in (target.weights, target.base, *trained):
+        if (file := source / "tokenizer.model").is_file():
+            shutil.copyfile(file, directory / file.name)
+            return
 
 
 def _write_sentence_files(target: Target, directory: Path) -> None:

@@ -34,8 +34,15 @@ from unisono.trainer.model.gguf import (
 )
 from unisono.trainer.model.gguf_vision import ARCHITECTURE, PROJECTORS, VisionLayout
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
-from unisono.trainer.plan.task_requests import GgufExported, GgufRequest
+from unisono.trainer.plan.task_requests import ExportRequest, GgufExported, GgufRequest, RequestedModel
+from unisono.trainer.task import export
 from unisono.trainer.task.export import free_place, has_adapter, whole_directory
+from unisono.trainer.task.gguf_converter import (
+    ConvertedTensors,
+    compare_tensors,
+    comparison_texts,
+    convert,
+)
 from unisono.trainer.task.inference import (
     load_target,
     merge_adapter,
@@ -44,7 +51,7 @@ from unisono.trainer.task.inference import (
     template_of,
     trusts_code,
 )
-from unisono.trainer.task.llama_logits import read_in_llama_cpp
+from unisono.trainer.task.llama_logits import read_in_llama_cpp, tokens_in_llama_cpp
 from unisono.trainer.task.read_back import ReadBack
 from unisono.trainer.task.target import Target, requested_target, verify_target
 from unisono.trainer.training.weights import multimodal_original
@@ -70,6 +77,8 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
     target = requested_target(request.model)
     _refuse_others(target, alone=request.adapter)
     verify_target(target, report)
+    if request.converter is not None:
+        return _by_converter(request, target, out, request.converter, report)
     report.phase("load_model", f"loading {target.description}")
     sees = not request.adapter and _writes_vision(target, report)
     loaded = load_target(
@@ -78,7 +87,7 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
     layout = GgufLayout.of(loaded.base.config)
     template = template_of(target, loaded.tokenizer)
     writes = _ExportedModel(
-        target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)
+        target, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template), layout
     )
     back = None
     with whole_directory(out) as directory:
@@ -100,6 +109,21 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
                 quantized = directory / file
                 file, differs = writes.quantized(base, quantized, request.quantize, request.tool, report)
         (directory / "Modelfile").write_text(writes.modelfile(file, alone=request.adapter), "utf-8")
+    return _exported(request, target, out, file, back, writes, layout.architecture, differs_by=differs)
+
+
+def _exported(
+    request: GgufRequest,
+    target: Target,
+    out: Path,
+    file: str,
+    back: ReadBack | None,
+    chat: "_OllamaChat",
+    architecture: str,
+    *,
+    differs_by: float = 0.0,
+    converted: ConvertedTensors | None = None,
+) -> GgufExported:
     files = sorted(each for each in out.rglob("*") if each.is_file())
     return {
         "out": str(out),
@@ -109,12 +133,63 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
         "files": [str(each.relative_to(out)) for each in files],
         "bytes": sum(each.stat().st_size for each in files),
         "file": file,
-        "architecture": layout.architecture,
+        "architecture": architecture,
         "dtype": request.quantize,
-        "differs_by": differs,
+        "differs_by": differs_by,
         "read_back": back.to_json() if back is not None else None,
-        "has_template": writes.go_template() is not None,
+        "has_template": chat.go_template() is not None,
+        "converted": {"equal": converted.equal, "others": list(converted.others)} if converted else None,
     }
+
+
+def _by_converter(
+    request: GgufRequest, target: Target, out: Path, converter: str, report: Reporter
+) -> GgufExported:
+    """Merges into a directory of transformers, has llama.cpp's converter write the file, and
+    compares that with the model.
+    """
+    with whole_directory(out) as directory:
+        directory.mkdir()
+        merged = directory / "merged"
+        merges = has_adapter(target) or bool(target.merged)
+        export.run(ExportRequest(model=request.model, out=str(merged), merge=merges), report)
+        loaded = load_target(
+            requested_target(RequestedModel(str(merged))),
+            dtype=stored_dtype(merged),
+            device=torch.device("cpu"),
+        )
+        base, tokenizer = loaded.base, loaded.tokenizer
+        template = template_of(target, tokenizer)
+        chat = _OllamaChat(target, tokenizer, template, stops_of(target, tokenizer, template))
+        dtype = request.quantize if request.quantize in DTYPES else _unquantized(base)
+        path = directory / f"model-{dtype}.gguf"
+        report.phase("export", "llama.cpp's converter is writing the file")
+        convert(Path(converter), merged, path, dtype=dtype, name=chat.name)
+        report.phase("verify", "reading it back, tensor by tensor")
+        tensors = compare_tensors(path, base)
+        _warn_of_other_tokens(path, tokenizer, list(comparison_texts(Path(converter))), report)
+        back = _read_back(base, path, dtype, report) if request.read_back else None
+        if dtype != request.quantize:
+            assert request.tool is not None
+            report.phase("quantize", f"quantizing to {request.quantize}")
+            unquantized, path = path, directory / f"model-{request.quantize}.gguf"
+            _quantize(request.tool, unquantized, path, request.quantize)
+            unquantized.unlink()
+        shutil.rmtree(merged)
+        (directory / "Modelfile").write_text(chat.modelfile(path.name, alone=False), "utf-8")
+    return _exported(request, target, out, path.name, back, chat, tensors.architecture, converted=tensors)
+
+
+def _warn_of_other_tokens(path: Path, tokenizer: Any, texts: list[str], report: Reporter) -> None:
+    split = tokens_in_llama_cpp(path, texts)
+    wanted = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    others = [text for text, here, ids in zip(texts, split or wanted, wanted, strict=True) if here != ids]
+    if others:
+        report.warning(
+            "other_tokens",
+            f"llama.cpp splits {len(others)} of {len(texts)} texts into other tokens than the tokenizer, e.g."
+            f" {one_line(others[0], limit=60)!r}",
+        )
 
 
 def _writes_vision(target: Target, report: Reporter) -> bool:
@@ -167,14 +242,57 @@ def _refuse_others(target: Target, *, alone: bool) -> None:
 
 
 @dataclass
-class _ExportedModel:
-    """What is written of a target."""
+class _OllamaChat:
+    """How people talk to a target in Ollama."""
 
     target: Target
-    layout: GgufLayout
     tokenizer: Any
     template: ChatTemplate | None
     stops: set[int]
+
+    @property
+    def name(self) -> str:
+        """The model's name, as people read it."""
+        return one_line(Path(self.target.name).name, limit=100)
+
+    def go_template(self) -> str | None:
+        """The chat template in the language of Ollama; None if it is not one of the forms that can
+        be.
+        """
+        return go_template(self.template) if self.template is not None else None
+
+    def modelfile(self, file: str, *, alone: bool) -> str:
+        """The Modelfile for `ollama create`."""
+        lines = [f"# {one_line(self.target.description)}. Use: ollama create NAME -f Modelfile"]
+        if alone:
+            lines += [
+                (
+                    f"# FROM names a GGUF of the base model, e.g. of `unisono export {self.target.base} base"
+                    " --format gguf`"
+                ),
+                "FROM ./base/model-f16.gguf",
+                f"ADAPTER ./{file}",
+            ]
+        else:
+            lines.append(f"FROM ./{file}")
+        template = self.go_template()
+        if template is not None:
+            lines.append(f'TEMPLATE """{template}"""')
+        elif self.template is not None:
+            lines.append(
+                "# The chat template has no simple form for TEMPLATE; the file has it as"
+                " tokenizer.chat_template."
+            )
+        for token in sorted(str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.stops):
+            lines.append(f'PARAMETER stop "{_quoted(token)}"')
+        return "\n".join(lines) + "\n"
+
+
+@dataclass
+class _ExportedModel(_OllamaChat):
+    """What is written of a target."""
+
+    layout: GgufLayout
 
     def model(self, base: Any, directory: Path, dtype: str, report: Reporter) -> tuple[str, str]:
         """Writes the whole model; gives the file's name, and its dtype: of a type that
@@ -244,11 +362,6 @@ class _ExportedModel:
             dtype=dtype,
         )
 
-    @property
-    def name(self) -> str:
-        """The model's name, as people read it."""
-        return one_line(Path(self.target.name).name, limit=100)
-
     @cached_property
     def spaces(self) -> Spaces:
         """What llama.cpp must do with spaces, by conversations, or by texts if there is no
@@ -272,38 +385,6 @@ class _ExportedModel:
             spaces=self.spaces,
             report=report,
         )
-
-    def go_template(self) -> str | None:
-        """The chat template in the language of Ollama; None if it is not one of the forms that can
-        be.
-        """
-        return go_template(self.template) if self.template is not None else None
-
-    def modelfile(self, file: str, *, alone: bool) -> str:
-        """The Modelfile for `ollama create`."""
-        lines = [f"# {one_line(self.target.description)}. Use: ollama create NAME -f Modelfile"]
-        if alone:
-            lines += [
-                (
-                    f"# FROM names a GGUF of the base model, e.g. of `unisono export {self.target.base} base"
-                    " --format gguf`"
-                ),
-                "FROM ./base/model-f16.gguf",
-                f"ADAPTER ./{file}",
-            ]
-        else:
-            lines.append(f"FROM ./{file}")
-        template = self.go_template()
-        if template is not None:
-            lines.append(f'TEMPLATE """{template}"""')
-        elif self.template is not None:
-            lines.append(
-                "# The chat template has no simple form for TEMPLATE; the file has it as"
-                " tokenizer.chat_template."
-            )
-        for token in sorted(str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.stops):
-            lines.append(f'PARAMETER stop "{_quoted(token)}"')
-        return "\n".join(lines) + "\n"
 
 
 def _read_back(base: Any, file: Path, dtype: str, report: Reporter) -> ReadBack:
