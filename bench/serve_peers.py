@@ -37,6 +37,9 @@ from peers import machine  # type: ignore[import-not-found]  # beside this scrip
 from workload import MODELS, Writer, make  # type: ignore[import-not-found]  # beside this script
 
 READY_S = 300.0
+CACHE = ("--cb-max-memory-percent", "0.1")
+"""By default its cache has most of the memory (14 of 24 GB), and the kernel killed it when other
+programs needed some."""
 NODE_SCRIPT = Path(__file__).with_name("serve_peers_llama.mjs")
 
 
@@ -112,6 +115,12 @@ def forward_ms(model: str, arguments: argparse.Namespace) -> float:
     return 1_000 * statistics.median(times)
 
 
+def send(server: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """Sends a signal to a server's process group, unless it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, number)
+
+
 @contextlib.contextmanager
 def running(command: list[str], port: int, path: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A server that answers at a path, in a process group of its own; it ends with the context."""
@@ -125,12 +134,12 @@ def running(command: list[str], port: int, path: str, log: Path) -> Iterator["su
                 time.sleep(0.5)
             yield server
         finally:
-            os.killpg(server.pid, signal.SIGCONT)
+            send(server, signal.SIGCONT)
             server.terminate()
             try:
                 server.wait(60)
             except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
+                send(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -140,12 +149,12 @@ def alone(
     """A context in which only one of the servers has the CPU: an idle one may poll."""
     stopped = [other for other in others if other is not server]
     for other in stopped:
-        os.killpg(other.pid, signal.SIGSTOP)
+        send(other, signal.SIGSTOP)
     try:
         yield
     finally:
         for other in stopped:
-            os.killpg(other.pid, signal.SIGCONT)
+            send(other, signal.SIGCONT)
 
 
 def answers(port: int, path: str) -> bool:
@@ -177,7 +186,7 @@ class Servers:
         self._commands = {
             "unisono": ([sys.executable, "-m", "unisono", "serve", name], "/v1/models"),
             "transformers": (peer, "/health"),
-            "transformers --continuous-batching": ([*peer, "--continuous-batching"], "/health"),
+            "transformers --continuous-batching": ([*peer, "--continuous-batching", *CACHE], "/health"),
         }
         self._name, self._work, self._tokens = name, work, arguments.tokens
         self._stack = contextlib.ExitStack()
