@@ -49,7 +49,12 @@ GIVEN = {
 }  # fmt: skip
 """Arguments that a command needs before it reads the one that is tried."""
 ALSO = {"board": ("runs",), "export": ("out",), "generate": ("prompt",)}
-MORE = {"train": ["--dry-run"], "eval": ["--data", "rows.jsonl"], "generate": ["--max-tokens", "1"]}
+MORE = {
+    "train": ["--dry-run"],
+    "export": ["--format", "gguf"],
+    "eval": ["--data", "rows.jsonl"],
+    "generate": ["--max-tokens", "1"],
+}
 """Options that a command needs, or that make it shorter."""
 SEVERAL = ["--nodes", "2", "--node-rank", "0", "--head", "127.0.0.1:29911"]
 DIRECTORIES = {
