@@ -29,6 +29,9 @@ DATA: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": f"The number {i} is followed by {i + 1}. " * 2} for i in NUMBERS],
     "chosen": [{"messages": [{"role": "user", "content": f"Say {i}"}], "chosen": {"role": "assistant", "content": str(i)}, "rejected": {"role": "assistant", "content": str(i + 7)}} for i in NUMBERS],
     "pairs": [{"prompt": f"Say {i}", "chosen": str(i), "rejected": str(i + 7)} for i in NUMBERS],
+    "answers": [{"prompt": f"Say {i}: ", "completion": f"{i} it is"} for i in NUMBERS],
+    "texts": [{"chosen": f"What follows {i}? It is {i + 1}.", "rejected": f"What follows {i}? It is not {i + 7}."} for i in NUMBERS],
+    "ratings": [{"prompt": f"Say {i}", "completion": str(i + i % 2), "label": i % 2 == 0} for i in NUMBERS],
 }  # fmt: skip
 AXOLOTL: dict[str, tuple[str, dict[str, Any]]] = {
     "alpaca": ("llama-3/fft-8b.yaml", {"path": "alpaca/rows.jsonl", "type": "alpaca"}),
@@ -43,24 +46,39 @@ CHANGED: dict[str, Any] = {
     "attn_implementation": "sdpa", "gradient_checkpointing": False, "logging_steps": 1, "saves_per_epoch": 1,
 }  # fmt: skip
 REMOVED = ("special_tokens", "gradient_checkpointing_kwargs", "evals_per_epoch", "dataset_prepared_path")
-TRL = {"sft": ("messages", "data.loss_on=all"), "dpo": ("pairs", ""), "reward": ("pairs", "")}
-"""The rows of a trainer; what its line about a difference says to set."""
+TRL = {
+    "sft": ("messages", "data.loss_on=all"), "sft of answers": ("answers", ""), "dpo": ("pairs", ""), "dpo of texts": ("texts", ""),
+    "kto": ("ratings", ""), "reward": ("pairs", ""), "reward of texts": ("texts", ""),
+}  # fmt: skip
+"""A trainer with its rows; what its line about a difference says to set."""
+MARGINS = {"dpo": "rewards/margins", "reward": "margin"}
+"""TRL's names of the mean reward of chosen answers less that of rejected ones."""
 ARGUMENTS = (
-    f"--max_steps {STEPS} --per_device_train_batch_size {ROWS} --learning_rate 1e-3 --lr_scheduler_type constant --warmup_steps 0 --max_length 256"
+    f"--max_steps {STEPS} --per_device_train_batch_size {ROWS} --lr_scheduler_type constant --warmup_steps 0 --max_length 256 --adam_epsilon 1e-4"
     " --bf16 False --gradient_checkpointing False --logging_steps 1 --report_to none --save_steps 1"
 )
 QUIET = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
 
 
 def make_model() -> None:
-    """The built-in model in float32, in ./tiny."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """The built-in model in float32, in ./tiny; with a head for reward models in ./tiny-reward."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from unisono.trainer.model.directory import locate_model
 
     source = locate_model("builtin:tiny")
-    AutoModelForCausalLM.from_pretrained(source, dtype="float32").save_pretrained("tiny")
-    AutoTokenizer.from_pretrained(source).save_pretrained("tiny")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(0)  # of the new head
+    heads = {
+        "tiny": (AutoModelForCausalLM, {}),
+        "tiny-reward": (AutoModelForSequenceClassification, {"num_labels": 1}),
+    }
+    for name, (kind, settings) in heads.items():
+        model = kind.from_pretrained(source, dtype="float32", **settings)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        model.save_pretrained(name)
+        tokenizer.save_pretrained(name)
 
 
 def run(command: list[str]) -> None:
@@ -68,17 +86,18 @@ def run(command: list[str]) -> None:
     assert done.returncode == 0, f"{shlex.join(command)}: {(done.stderr + done.stdout)[-2000:]}"
 
 
-def train(file: str, out: str, *overrides: str) -> list[float]:
-    """unisono's losses."""
+def train(file: str, out: str, *overrides: str, key: str = "loss") -> list[float]:
+    """A metric of unisono's steps."""
     words = [file, f"output_dir={out}", "--no-first-checkpoint", "--quiet", *overrides]
-    run([sys.executable, "-m", "unisono", "train", *filter(None, words)])
-    return [json.loads(line)["loss"] for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+    if not Path(out).exists():
+        run([sys.executable, "-m", "unisono", "train", *filter(None, words)])
+    return [json.loads(line)[key] for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
-def theirs(folder: str) -> list[float]:
+def theirs(folder: str, key: str = "loss") -> list[float]:
     """What Hugging Face's Trainer kept."""
     state = max(Path(folder).glob("checkpoint-*/trainer_state.json"), key=lambda file: int(file.parent.name[11:]))  # fmt: skip
-    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+    return [entry[key] for entry in json.loads(state.read_text())["log_history"] if key in entry]
 
 
 def main() -> int:
@@ -107,17 +126,23 @@ def main() -> int:
             run([str(programs["axolotl"]), "train", str(file), "--launcher", "python"])
             compare(kept, f"axolotl {name}", theirs(f"axolotl-{name}"), train(str(file), f"ours-{name}"))
         for name, (rows_name, override) in TRL.items() if "trl" in programs else ():
-            command = f"trl {name} --model_name_or_path ./tiny --dataset_name ./{rows_name} --output_dir ./trl-{name} {ARGUMENTS}"
+            trainer, out = name.split()[0], f"trl-{name.replace(' ', '-')}"
+            model, rate = ("tiny-reward", 1e-4) if trainer == "reward" else ("tiny", 1e-3)
+            command = f"trl {trainer} --model_name_or_path ./{model} --dataset_name ./{rows_name} --output_dir ./{out} --learning_rate {rate} {ARGUMENTS}"
             run([str(programs["trl"]), *shlex.split(command)[1:]])
-            run([sys.executable, "-m", "unisono", "init", "--from-trl", command, "--out", f"trl-{name}.yaml"])
-            ours = train(f"trl-{name}.yaml", f"ours-trl-{name}", override)
-            compare(kept, f"trl {name}", theirs(f"trl-{name}"), ours)
+            run([sys.executable, "-m", "unisono", "init", "--from-trl", command, "--out", f"{out}.yaml"])
+            compare(kept, f"trl {name}", theirs(out), train(f"{out}.yaml", f"ours-{out}", override))
+            if trainer in MARGINS:
+                margins = train(f"{out}.yaml", f"ours-{out}", key="reward_margin")
+                compare(kept, f"trl {name}, margins", theirs(out, MARGINS[trainer]), margins)
         os.chdir(RESULT.parent)
     return 0
 
 
 def compare(kept: dict[str, Any], name: str, wanted: list[float], found: list[float]) -> None:
-    difference = max(abs(a - b) / abs(a) for a, b in zip(wanted, found, strict=True))
+    largest = max(map(abs, wanted))
+    pairs = zip(wanted, found, strict=True)
+    difference = max(abs(a - b) / (largest if "margins" in name else abs(a)) for a, b in pairs)
     kept[name] = {"theirs": wanted, "unisono": found, "largest relative difference": difference}
     RESULT.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"{name}: {difference:.1e}{'' if difference < TOLERANCE else ' differs'}", flush=True)

@@ -89,7 +89,7 @@ def axolotl_page(t: Translate, language: str) -> list[str]:
 def trl_page(t: Translate, language: str) -> list[str]:
     """Every key of TRL's trainers, and what it becomes."""
     introduction = (
-        "Every key of TRL 1.16 for SFT, DPO, KTO and reward models, with its default there and what unisono does"
+        "Every key of TRL 1.16 for SFT, DPO, KTO, reward models, GRPO, RLOO, ORPO and SimPO, with its default there and what unisono does"
         " with it. Those of Hugging Face's TrainingArguments are on the page of"
         " [LLaMA-Factory's keys](llamafactory.md). How to use it: [from TRL](../how-to/from-trl.md)."
     )

@@ -3,6 +3,7 @@
 Run: pytest tests/trainer/readers/test_trl.py
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ def ours(file: TrlFile, key: str) -> Any:
         ({"max_length": 256}, "data.max_length", 256),
         ({}, "data.max_length", 1024),
         ({}, "data.too_long", "cut"),
+        ({}, "data.plain_texts", True),
+        ({"num_generations": 4, "reward_funcs": ["think_format_reward"]}, "objective", "grpo"),
+        ({"simpo_gamma": 0.7, "loss_type": "simpo"}, "preference.gamma", 0.7),
         ({"truncation_mode": "keep_end"}, "data.too_long", "keep-answer"),
         ({"completion_only_loss": False}, "data.loss_on", "all"),
         ({"assistant_only_loss": True}, "data.loss_on", "answers"),
@@ -59,6 +63,7 @@ def ours(file: TrlFile, key: str) -> Any:
         ({"bf16": False}, "model.dtype", "float32"),
         ({"gradient_checkpointing": False}, "memory.gradient_checkpointing", False),
         ({}, "memory.gradient_checkpointing", True),
+        ({"activation_checkpointing": False}, "memory.gradient_checkpointing", False),
         ({"loss_type": "dft"}, "optim.loss_weight", "dft"),
         ({"beta": 0.2}, "objective", "dpo"),
         ({"beta": 0.2, "loss_type": "ipo"}, "preference.loss", "ipo"),
@@ -73,7 +78,9 @@ def test_a_key_is_carried_or_translated(keys: dict[str, Any], key: str, value: A
     assert ours(file, key) == value
 
 
-@pytest.mark.parametrize(("trainer", "rate"), [("sft", 2e-5), ("dpo", 1e-6), ("kto", 1e-6), ("reward", 1e-4)])
+@pytest.mark.parametrize(
+    ("trainer", "rate"), [("sft", 2e-5), ("dpo", 1e-6), ("kto", 1e-6), ("reward", 1e-4), ("orpo", 1e-6)]
+)
 def test_each_trainer_has_its_own_learning_rate(trainer: str, rate: float) -> None:
     file = read({key: value for key, value in BASE.items() if key != "learning_rate"}, trainer)
     assert ours(file, "optim.lr") == rate
@@ -87,7 +94,9 @@ def test_each_trainer_has_its_own_learning_rate(trainer: str, rate: float) -> No
         ({"model_init_kwargs": {"a": 1}}, "`model_init_kwargs: "),
         ({"f_divergence_type": "js_divergence"}, "`f_divergence_type: js_divergence`"),
         ({"max_length": None}, "`max_length: None`"),
-        ({"num_generations": 8}, "unknown key `num_generations`"),
+        ({"num_generation": 8}, "unknown key `num_generation`"),
+        ({"num_generations": 8}, "`num_generations: 8`"),
+        ({"simpo_gamma": 0.7}, "`simpo_gamma: 0.7`"),
         ({"dataset_name": None}, "the key `dataset_name` is missing"),
     ],
 )
@@ -118,11 +127,108 @@ def test_a_command_may_name_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["trl grpo --beta 1", "python train.py --x 1", "ls -l --all", "trl sft x", "trl sft --a 'b"]
+    "text",
+    [
+        "trl gkd --beta 1",
+        "python gold.py --beta 1",
+        "python train.py --x 1",
+        "ls -l --all",
+        "trl sft x",
+        "trl sft --a 'b",
+    ],
 )
 def test_another_command_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"not translated|not a command of TRL"):
         read_trl(text)
+
+
+SAMPLED: dict[str, Any] = BASE | {"reward_funcs": ["lib.rewards.score"], "per_device_train_batch_size": 8}
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file `lib/rewards.py` in the working directory."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "rewards.py").write_text("def score(completions, **columns):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("reward_file")
+@pytest.mark.parametrize(
+    ("keys", "key", "value"),
+    [
+        ({}, "rewards", [{"use": "lib/rewards.py:score"}]),
+        ({"reward_funcs": ["lib/rewards.py:score"]}, "rewards", [{"use": "lib/rewards.py:score"}]),
+        ({"reward_funcs": ["accuracy_reward"]}, "rewards", [{"use": "math", "column": "solution", "on_error": "skip"}]),
+        ({"reward_weights": [0.5]}, "rewards", [{"use": "lib/rewards.py:score", "weight": 0.5}]),
+        ({}, "rollout", {"group": 8, "max_new_tokens": 512, "steps": 1}),
+        ({"max_completion_length": 64, "max_prompt_length": 32}, "data.max_length", 96),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 6}, "rollout.steps", 3),
+        ({"gradient_accumulation_steps": 2}, "batch", {"global": 16}),
+        ({}, "adapter.dropout", 0.0),
+        ({}, "grpo", {"loss": "dapo", "clip": [0.2, 0.2], "scale": "group", "beta": 0.0, "truncated": "keep"}),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "grpo.loss", "gspo"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "grpo.clip", [1.0, 4.0]),
+        ({"scale_rewards": False}, "grpo.scale", "none"),
+        ({"mask_truncated_completions": True}, "grpo.truncated", "mask"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "rollout.url", "http://127.0.0.1:8000"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "grpo.correction", "sequence_mask"),
+    ],
+)  # fmt: skip
+def test_a_key_of_grpo_is_carried_or_translated(keys: dict[str, Any], key: str, value: Any) -> None:
+    file = read(SAMPLED | keys, "grpo")
+    assert file.problems == []
+    assert ours(file, key) == value
+    assert config_of(file).config.objective == "grpo"
+
+
+@pytest.mark.usefixtures("reward_file")
+@pytest.mark.parametrize(
+    ("keys", "what", "fix"),
+    [
+        ({"reward_funcs": ["lib.other.score"]}, "reward_funcs: lib.other.score", "reward_funcs: [rewards.py:score]"),
+        ({"reward_funcs": ["get_soft_overlong_punishment"]}, "reward_funcs: get_soft", "import it into a file"),
+        ({"reward_funcs": None}, "the key `reward_funcs` is missing", "add it"),
+        ({"reward_weights": [1, 2]}, "reward_weights", "one weight for each"),
+        ({"reward_model_name_or_path": "some/model"}, "reward_model_name_or_path: some/model", "name its directory"),
+        ({"loss_type": "sapo"}, "loss_type: sapo", "use one of these"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level: sequence", "loss_type: grpo"),
+        ({"loss_type": "cispo"}, "epsilon_high: None", "1 or more"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "steps_per_generation: 3", "make it one"),
+        ({"num_iterations": 2}, "num_iterations: 2", "steps_per_generation"),
+        ({"min_p": 0.1}, "min_p: 0.1", "top_p or top_k"),
+        ({"entropy_coef": 0.1}, "entropy_coef: 0.1", "remove it"),
+    ],
+)  # fmt: skip
+def test_what_grpo_has_not_is_refused_with_what_to_use(keys: dict[str, Any], what: str, fix: str) -> None:
+    (problem,) = read(SAMPLED | keys, "grpo").problems
+    assert what in problem.what
+    assert fix in problem.fix
+
+
+@pytest.mark.usefixtures("reward_file")
+def test_rloo_has_its_own_defaults() -> None:
+    file = read_trl(
+        "python -m trl.scripts.rloo --model_name_or_path m --dataset_name d --reward_funcs lib.rewards.score"
+    )
+    assert ours(file, "grpo") == {"loss": "rloo", "clip": [0.2, 0.2], "beta": 0.05, "truncated": "keep"}
+    assert ours(file, "rollout.group") == 2
+    assert any("beta: " in line for line in file.warnings)
+
+
+def test_the_pattern_of_a_thought_is_that_of_trl() -> None:
+    (reward,) = ours(read(BASE | {"reward_funcs": ["think_format_reward"]}), "rewards")
+    pattern = re.compile(reward["pattern"])
+    # as `re.match(r"^<think>(?!.*<think>)(.*?)</think>.*$", text, re.DOTALL | re.MULTILINE)` of TRL
+    good = ["<think>\na\n</think>\nb", "<think></think>"]
+    bad = [
+        "<think>a",
+        " <think>a</think>",
+        "a\n<think>b</think>",
+        "<think>a<think>b</think>",
+        "<think>a</think><think>",
+    ]
+    assert [text for text in good + bad if pattern.search(text)] == good
 
 
 def test_every_key_of_the_table_has_a_fate() -> None:

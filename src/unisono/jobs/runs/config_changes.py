@@ -129,6 +129,7 @@ RULES: dict[str, KeyRule] = {
     "data.mix": _ROWS,
     "data.format": _ROWS,
     "data.template": _ROWS,
+    "data.plain_texts": _ROWS,
     "data.thinking": _ROWS,
     "data.ignore": _ROWS,
     "data.thoughts": _ROWS,

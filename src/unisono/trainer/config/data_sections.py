@@ -192,6 +192,13 @@ class DataSection(Section):
             " rows as it does, e.g. `lf:qwen3_nothink`; null: the tokenizer's own"
         ),
     )
+    plain_texts: bool = Field(
+        default=False,
+        description=(
+            "`prompt` and its answers, where they are texts and not messages, are tokenized as they are, one"
+            " behind the other, as in TRL; false: they are turns of the chat template"
+        ),
+    )
     thinking: Thinking = Field(
         default=True,
         description=(

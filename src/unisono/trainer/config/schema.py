@@ -36,6 +36,7 @@ from unisono.trainer.config.sections import (
     DIFFUSION,
     GRPO,
     OBJECTIVES_TEXT,
+    PREFERENCE,
     USED,
     DiffusionSection,
     DurationText,
@@ -493,6 +494,8 @@ def _unused_keys(config: RunConfig) -> list[str]:
         of_pictures += ["data.resolution"] * (data.resolution is not None)
         of_pictures += [f"{key}.pictures" for key, source in sources_of(data) if source.pictures is not None]
         unused |= {key: [DIFFUSION] for key in of_pictures}
+    if data.plain_texts and objective in ("pretrain", CLASSIFY, EMBED, DIFFUSION):
+        unused["data.plain_texts"] = ["sft", *PREFERENCE, GRPO]
     if objective != GRPO:
         sections = {"rollout": config.rollout, "grpo": config.grpo}
         of_grpo = [f"{name}.{key}" for name, one in sections.items() for key in sorted(one.model_fields_set)]
@@ -531,6 +534,17 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
                 "preference.reference: random weights have nothing in common with another model; set it to"
                 " auto, or use trained weights"
             ),
+        ),
+        (
+            data.plain_texts and template is not None,
+            (
+                f"data.plain_texts: {data.template} renders texts, too; remove it, or set `data.template` to"
+                " a file or null"
+            ),
+        ),
+        (
+            data.plain_texts and config.rollout.environment is not None,
+            "data.plain_texts: an environment has messages, which a template renders; set it to false",
         ),
         (
             keeps_answer and template is not None,

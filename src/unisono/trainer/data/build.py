@@ -65,6 +65,7 @@ def make_encoder(
         thoughts=data.thoughts,
         control_tokens=data.control_tokens,
         pictures=pictures,
+        plain_texts=data.plain_texts,
     )
 
 
@@ -116,6 +117,9 @@ def build_table(
         ledger.write(directory / "ledger.json")
     notes.unlink()
     template = encoder.template
+    origin = "none: rows are plain text"
+    if template is not None and (encoder.has_rendered or not config.data.plain_texts):
+        origin = template.origin
     if template is not None:
         (directory / "template.jinja").write_text(template.source(), encoding="utf-8")
     pictures = encoder.pictures
@@ -135,7 +139,7 @@ def build_table(
         "stop_ids": sorted(encoder.stop_ids),
         "absent_tokens": encoder.absent_tokens,
         "eos": encoder.tokenizer.eos_token_id,
-        "template": template.origin if template else "none: rows are plain text",
+        "template": origin,
     }
     write_meta(directory, meta, files=list(intake.files.items()))
 

@@ -86,6 +86,8 @@ class _EncodeJob:
         is_closed: whether end of sequence is appended to a complete text.
         weights: of each answer in the loss, above 0 and up to 1; empty: all 1.
         pictures: the numbers of its pictures, in order.
+        prompt: if the one answer begins with the first token that differs from those of the prompt
+            alone: that prompt.
     """
 
     text: str
@@ -97,6 +99,7 @@ class _EncodeJob:
     is_closed: bool = True
     weights: Sequence[float] = ()
     pictures: tuple[int, ...] = ()
+    prompt: str | None = None
 
     @property
     def is_prompt(self) -> bool:
@@ -110,6 +113,7 @@ class RowEncoder(Protocol):
     tokenizer: Any
     stop_ids: set[int]
     warnings: list[str]
+    has_rendered: bool
 
     @property
     def pictures(self) -> PictureStore | None:
@@ -184,6 +188,7 @@ class Encoder:
         template: the chat template; None as long as there is none and no row needed the fallback.
         stop_ids: the tokens that end an answer.
         warnings: warnings for the user, each once.
+        has_rendered: whether a row needed the template.
         pictures: of the rows; None if only text is read.
     """
 
@@ -200,8 +205,11 @@ class Encoder:
         thoughts: Thoughts = "loss",
         control_tokens: ControlTokensMode = "keep",
         pictures: PictureStore | None = None,
+        plain_texts: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self._plain_texts = plain_texts
+        self.has_rendered = False
         self.pictures = pictures
         self._thoughts = thoughts
         self._control = ControlTokens(tokenizer)
@@ -261,14 +269,14 @@ class Encoder:
             RowError: if a column is missing or has an invalid value.
         """
         if name == "preference":
-            return read_preference(row, source.columns, source.tags)
+            return read_preference(row, source.columns, source.tags, plain=self._plain_texts)
         if name == "labelled":
             return read_labelled(row, source.columns, source.tags)
         if name == "similar":
             return read_similar(row, source.columns)
         if name == "prompt":
-            return read_open_prompt(row, source.columns, source.tags)
-        return to_example(name, row, source.columns, source.tags)
+            return read_open_prompt(row, source.columns, source.tags, plain=self._plain_texts)
+        return to_example(name, row, source.columns, source.tags, plain=self._plain_texts)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """The tokens of each example, or its error.
@@ -280,7 +288,7 @@ class Encoder:
         return self._encoded(self._jobs(examples))
 
     def _jobs(self, examples: Sequence[Example]) -> list[_EncodeJob | RowError]:
-        if not self._probed and any(not isinstance(example, Text) for example in examples):
+        if not self._probed and not all(map(self._is_plain, examples)):
             self._probed = True
             self._probe(examples)
         with timers_armed():
@@ -289,6 +297,12 @@ class Encoder:
             jobs = self._expanded(jobs, examples, self.pictures)
         self._show([job for job in jobs if isinstance(job, _EncodeJob)])
         return jobs
+
+    def _is_plain(self, example: Example) -> bool:
+        """Whether the chat template is not for an example."""
+        if isinstance(example, OpenPrompt):
+            return self._plain_texts and isinstance(example.prompt, str) and not example.pictures
+        return isinstance(example, Text) or (isinstance(example, Completion) and example.plain)
 
     @staticmethod
     def _expanded(
@@ -313,15 +327,23 @@ class Encoder:
             ]
             for group in grouped(((one, len(one[1].text)) for one in chosen), most=_BATCH_CHARACTERS):
                 texts = self._texts.encode(
-                    [job.text for _, job in group], special=whole, ranges=any(job.answers for _, job in group)
+                    [job.text for _, job in group],
+                    special=whole,
+                    ranges=any(job.answers and job.prompt is None for _, job in group),
                 )
+                prompts = [job.prompt for _, job in group if job.prompt is not None]
+                alone = iter(self._texts.encode(prompts, special=whole, ranges=False))
                 for (i, job), tokens in zip(group, texts, strict=True):
+                    prompt = None if job.prompt is None else next(alone)
+                    if job.prompt is not None and job.escaped:
+                        inside = [span for span in job.escaped if span[1] <= len(job.prompt)]
+                        prompt = self._texts.with_escaped(job.prompt, inside, special=whole)
                     job_tokens = (
                         self._texts.with_escaped(job.text, job.escaped, special=whole)
                         if job.escaped
                         else tokens
                     )
-                    encoded[i] = self._finish(job, job_tokens)
+                    encoded[i] = self._finish(job, job_tokens, prompt)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
     def encode_prompts(self, examples: Sequence[OpenPrompt]) -> list[EncodedUnit | RowError]:
@@ -478,9 +500,10 @@ class Encoder:
 
     def _prompt_job(self, example: OpenPrompt) -> _EncodeJob:
         """A prompt up to where the answer begins."""
-        if self.template is None:
+        if self.template is None or self._is_plain(example):
             assert isinstance(example.prompt, str)
             return self._plain_job(example.prompt, [], control=self._control_in([example.prompt]))
+        self.has_rendered = True
         prompt = example.prompt
         turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         conversation = Conversation(turns, example.tools)
@@ -515,7 +538,8 @@ class Encoder:
             )
         text = example.prompt + example.completion
         answers = None if self._loss_on == "all" else [(len(example.prompt), len(text))]
-        return self._plain_job(text, answers, control=self._control_in([example.prompt, example.completion]))
+        job = self._plain_job(text, answers, control=self._control_in([example.prompt, example.completion]))
+        return replace(job, prompt=example.prompt if self._plain_texts and answers else None)
 
     def _text_job(self, example: Text) -> _EncodeJob:
         if not example.text.strip():
@@ -543,6 +567,7 @@ class Encoder:
 
     def _conversation_job(self, example: Conversation) -> _EncodeJob:
         assert self.template is not None
+        self.has_rendered = True
         control = self._control_in(_contents_of(example))
         escapes = control is not None and self._control_mode == "escape"
         hidden = self._control.hidden(example) if escapes else None
@@ -603,7 +628,8 @@ class Encoder:
         answers, weights = [rendered.answers[i] for i in kept], [rendered.weights[i] for i in kept]
         return _EncodeJob(rendered.text, answers, False, weights=weights, not_rendered=tuple(notes))
 
-    def _finish(self, job: _EncodeJob, tokens: Tokens) -> Encoded | RowError:
+    def _finish(self, job: _EncodeJob, tokens: Tokens, prompt: Tokens | None) -> Encoded | RowError:
+        """The row of a job; `prompt` are the tokens of its prompt alone, if it names one."""
         ids, array = tokens.ids, tokens.array
         eos = self.tokenizer.eos_token_id if job.whole and job.is_closed else None
         if job.is_prompt:
@@ -618,7 +644,7 @@ class Encoder:
         if job.answers is None:
             targets[:] = True
         for number, (first, end) in enumerate(job.answers or [], 1):
-            span = tokens.range(first, end)
+            span = tokens.range(first, end) if prompt is None else _after(prompt, tokens)
             if span is None:
                 return RowError(
                     "the tokenizer does not map the answer's characters to tokens",
@@ -822,6 +848,15 @@ def _shared(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     """The length of the common beginning of two rows of the same length."""
     different = np.flatnonzero(one != other)
     return int(different[0]) if len(different) else len(one)
+
+
+def _after(prompt: Tokens, tokens: Tokens) -> tuple[int, int]:
+    """Begin and end of the tokens of a text behind those that its prompt has alone, too.
+
+    At its end a prompt may have other tokens alone: "a" and "bc" may be "ab" and "c" together.
+    """
+    n = min(len(prompt.ids), len(tokens.ids))
+    return _shared(prompt.array[:n], tokens.array[:n]), len(tokens.ids)
 
 
 def _contents_of(example: Conversation) -> list[str]:

@@ -134,7 +134,12 @@ def _file_columns(name: FormatName, renamed: Renamed) -> list[str | None]:
 
 
 def to_example(
-    name: FormatName, row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None = None
+    name: FormatName,
+    row: Mapping[str, object],
+    renamed: Renamed,
+    tags: TagsSection | None = None,
+    *,
+    plain: bool = False,
 ) -> Example:
     """The example of a row.
 
@@ -143,12 +148,13 @@ def to_example(
         row: columns and values.
         renamed: the file's column name for each standard name.
         tags: keys and roles of turns; None: the usual words.
+        plain: whether prompts and answers that are texts are not turns of the chat template.
 
     Raises:
         RowError: if a column is missing or has an invalid value.
     """
     try:
-        example = _READ[name](RowColumns(row, renamed, tags))
+        example = _READ[name](RowColumns(row, renamed, tags, plain=plain))
         refuse_surrogates(example)
     except RecursionError:
         raise RowError("it is nested too deep", "flatten it") from None
@@ -156,10 +162,18 @@ def to_example(
 
 
 class RowColumns:
-    """A row by standard column names; `renamed` and `tags` as in `to_example`."""
+    """A row by standard column names; `renamed`, `tags` and `plain` as in `to_example`."""
 
-    def __init__(self, row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None) -> None:
+    def __init__(
+        self,
+        row: Mapping[str, object],
+        renamed: Renamed,
+        tags: TagsSection | None,
+        *,
+        plain: bool = False,
+    ) -> None:
         self.tags = tags
+        self.plain = plain
         self._row = row
         self._renamed = renamed
 
@@ -241,12 +255,30 @@ def _read_completion(row: RowColumns) -> Example:
 
 
 def completion_of(row: RowColumns, prompt: str, answer: str) -> Conversation | Completion:
-    """Text after text, unless the row has more, which only a template can render."""
+    """Text after text, unless the row has more, which only a template can render.
+
+    Raises:
+        RowError: if it has, and its texts are no turns of a template.
+    """
     tools, system = tools_of(row), system_of(row)
     if tools is None and not system:
-        return Completion(prompt, answer)
+        return Completion(prompt, answer, row.plain)
+    refuse_rendered(row)
     turns: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     return Conversation([*system, *turns], tools)
+
+
+def refuse_rendered(row: RowColumns) -> None:
+    """Refuses a system message or tools beside texts that no template renders.
+
+    Raises:
+        RowError: if `data.plain_texts` is set.
+    """
+    if row.plain:
+        raise RowError(
+            "its prompt is a text, and its system message or tools need the chat template",
+            "write the prompt as messages, or set the source's columns: {system: null, tools: null}",
+        )
 
 
 def _read_messages(row: RowColumns) -> Example:

@@ -78,7 +78,7 @@ def is_rated(row: Mapping[str, object], renamed: Renamed) -> bool:
 
 
 def read_preference(
-    row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None = None
+    row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None = None, *, plain: bool = False
 ) -> Preference:
     """The pair, or the rated answer, of a row.
 
@@ -86,12 +86,14 @@ def read_preference(
         row: columns and values.
         renamed: the file's column name for each standard name.
         tags: keys and roles of turns; None: the usual words.
+        plain: whether prompts and answers that are texts are not turns of the chat template. Texts
+            without a prompt are then whole rows, whose prompt is their beginning, as in TRL.
 
     Raises:
         RowError: if a part is missing or has an invalid value.
     """
     try:
-        columns = RowColumns(row, renamed, tags)
+        columns = RowColumns(row, renamed, tags, plain=plain)
         example = _pair(columns) if columns.has("chosen") or columns.has("rejected") else _rated(columns)
         refuse_surrogates(example)
     except RecursionError:
@@ -108,10 +110,25 @@ def _pair(row: RowColumns) -> Preference:
             f"add {missing[0]}, remove the row, or use objective: kto, which rates answers one by one",
         )
     prompt = _prompt(row)
-    if isinstance(prompt, str) and all(isinstance(row.get(side), str) for side in _SIDES):
-        return Preference([_completion(row, prompt, row.text(side), side) for side in _SIDES])
+    if all(isinstance(row.get(side), str) for side in _SIDES):
+        sides = [row.text(side) for side in _SIDES]
+        if row.plain and prompt == []:
+            prompt = shared_prompt(*sides)
+            sides = [side[len(prompt) :] for side in sides]
+        if isinstance(prompt, str):
+            return Preference([_completion(row, prompt, *side) for side in zip(sides, _SIDES, strict=True)])
     before = _as_messages(prompt, row)
     return _with_one_prompt(*(_conversation(row, before, side) for side in _SIDES))
+
+
+def shared_prompt(chosen: str, rejected: str) -> str:
+    """The beginning of two texts that is their prompt, as `trl.extract_prompt` has it: without a
+    space at its end, and neither text is a prompt alone.
+    """
+    end, shortest = common_beginning(chosen, rejected), min(len(chosen), len(rejected))
+    if end == shortest:
+        return chosen[: max(end - 1, 0)]
+    return chosen[: end - 1] if chosen[:end].endswith(" ") else chosen[:end]
 
 
 def _with_one_prompt(chosen: Conversation, rejected: Conversation) -> Preference:
@@ -156,7 +173,7 @@ def _prompt(row: RowColumns) -> str | list[Message]:
     """The text or the messages before the answers; no messages if the answers contain them."""
     if row.has("prompt"):
         prompt = row.get("prompt")
-        if isinstance(prompt, str) and not prompt.lstrip().startswith("[{"):
+        if isinstance(prompt, str) and (row.plain or not prompt.lstrip().startswith("[{")):
             return prompt
         if isinstance(prompt, list | str):
             return with_system(_messages(list_of(prompt, "prompt"), "prompt", row.tags), row)
@@ -255,7 +272,7 @@ def with_answer_of(
 ) -> Conversation | Completion:
     """The prompt of a row with the answer of another row."""
     if isinstance(row, Completion) and isinstance(other, Completion):
-        return Completion(row.prompt, other.completion)
+        return replace(row, completion=other.completion)
     answer: Message = (
         {"role": "assistant", "content": other.completion}
         if isinstance(other, Completion)

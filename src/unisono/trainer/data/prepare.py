@@ -113,6 +113,7 @@ def gather_ingredients(
     ingredients |= {f"data.{key}": getattr(data, key) for key in keys}
     ingredients["data.eval"] = split_off
     ingredients |= _answer_ingredients(config) | _label_ingredients(config)
+    ingredients |= {"data.plain_texts": True} if data.plain_texts else {}
     if data.ignore:
         ingredients["data.ignore"] = sorted(data.ignore)
     if data.mix.strategy != "concat":

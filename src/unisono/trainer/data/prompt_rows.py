@@ -13,6 +13,7 @@ from unisono.trainer.data.formats import (
     column_of,
     kind_of,
     messages_of,
+    refuse_rendered,
     refuse_surrogates,
     sharegpt_messages,
     shown,
@@ -51,13 +52,16 @@ def prompt_turns(row: Mapping[str, object], renamed: Renamed) -> list[str]:
     return [column for column in columns if column is not None]
 
 
-def read_open_prompt(row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None) -> OpenPrompt:
+def read_open_prompt(
+    row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None, *, plain: bool = False
+) -> OpenPrompt:
     """The question of a row: its prompt without an answer, and all columns that are not the prompt.
 
     Args:
         row: columns and values.
         renamed: the file's column name for each standard name.
         tags: keys and roles of turns; None: the usual words.
+        plain: whether a prompt that is a text is not a turn of the chat template.
 
     Raises:
         RowError: if there is no prompt, or a value is invalid.
@@ -70,10 +74,11 @@ def read_open_prompt(row: Mapping[str, object], renamed: Renamed, tags: TagsSect
             f"there is no prompt; the columns are {names}",
             f"set the source's columns: {{prompt: {near or 'NAME'}}}",
         )
-    columns = RowColumns(row, renamed, tags)
+    columns = RowColumns(row, renamed, tags, plain=plain)
     prompt, answer = _prompt(columns, name)
     tools = tools_of(columns)
     if tools and isinstance(prompt, str):
+        refuse_rendered(columns)
         prompt = [{"role": "user", "content": prompt}]
     used = {column_of(one, renamed) for one in (name, *_ALSO_READ)}
     others = {str(column): value for column, value in row.items() if column not in used}
@@ -93,6 +98,8 @@ def _prompt(row: RowColumns, name: str) -> tuple[str | list[Message], str | None
         if not value.strip():
             raise RowError("the prompt is empty", "write one, or remove the row")
         system = system_of(row)
+        if system:
+            refuse_rendered(row)
         return [*system, {"role": "user", "content": value}] if system else value, _reference(row, name)
     if not isinstance(value, list):
         raise RowError(f"{name} is {kind_of(value)}", "make it a string, or a list of messages")

@@ -261,7 +261,7 @@ class Draft:
     def refuse(self, key: str, why: str, fix: str) -> None:
         """A problem with the value of a key that has other values that are fine."""
         value = self.values[key]
-        shown = ", ".join(value) if isinstance(value, list) else value
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         where = self.values.place(key)
         self.problems.append(Problem(f"`{key}: {shown}` is not available", where, why, fix))
         self.fates[key] = ("refused", fix)

@@ -89,7 +89,7 @@ def encode_prompts(
             where="--raw",
             fix="omit --raw, or use plain text",
         )
-    template = None if raw else opened.template
+    template = None if raw or (opened.is_of_texts and not talks) else opened.template
     if template is None and talks:
         template = opened.chat_template()[0]
     ids: list[list[int]] = []
@@ -243,7 +243,7 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
         expansions=pictures.expansions(),
     )
     limit = request.max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
-    if template is None and not request.raw:
+    if template is None and not (request.raw or opened.is_of_texts):
         report.warning("no_template", "there is no chat template: prompts are continued without one")
     report.phase("generate", "answering", done=0, total=len(prompts))
     stops = request.stop

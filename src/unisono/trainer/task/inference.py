@@ -135,6 +135,12 @@ class InferenceModel:
                 return token
         return 0
 
+    @property
+    def is_of_texts(self) -> bool:
+        """Whether its run read prompts that are texts without the chat template."""
+        plan = self.target.plan
+        return plan is not None and plan.config.data.plain_texts
+
     def chat_template(self) -> tuple[ChatTemplate, str]:
         """The template for a conversation, and a note for the user if it is the fallback.
 

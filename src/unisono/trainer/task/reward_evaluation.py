@@ -186,7 +186,7 @@ def _config(opened: InferenceModel, source: _EvaluatedPrompts, request: Evaluate
 def _prompts_of(data: DataSection) -> DataSection:
     """The data of a run with another objective, for rows that are read as prompts."""
     template = None if lf_name(data.template) is not None else data.template
-    return DataSection(train="unused", template=template)
+    return DataSection(train="unused", template=template, plain_texts=data.plain_texts)
 
 
 def _group(table: TokenTable, row: int) -> AnswerGroup:

@@ -55,7 +55,9 @@ class ModelReward:
         config = evaluation_config(opened, "unused")
         self._opened = opened
         self._encoder = make_encoder(config, opened.tokenizer, locate_tokenizer(config))
-        self._is_plain = opened.template is None if plan is None else plan.data.template.startswith("none")
+        self._is_plain = config.data.plain_texts or (
+            opened.template is None if plan is None else plan.data.template.startswith("none")
+        )
 
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text]
@@ -93,7 +95,7 @@ class ModelReward:
         if not answer.get("tool_calls") and not str(answer.get("content") or "").strip():
             return self._ids_of_empty(prompt, before)
         if self._is_plain and isinstance(prompt, str) and isinstance(completion, str):
-            return self._ids_of_pair(Preference([Completion(prompt, completion)] * 2))
+            return self._ids_of_pair(Preference([Completion(prompt, completion, plain=True)] * 2))
         return self._ids_of_pair(self._pair(before, answer))
 
     def _ids_of_pair(self, pair: Example) -> list[int]:

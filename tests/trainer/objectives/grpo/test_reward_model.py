@@ -27,7 +27,9 @@ from unisono.trainer.objectives.rewards.calls import RewardCall, RewardError, Te
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.plan.task_requests import EvaluateRequest, RequestedModel
 from unisono.trainer.task import evaluate
+from unisono.trainer.task.generation import encode_prompts
 from unisono.trainer.task.inference import open_requested
+from unisono.trainer.task.prompt_files import Prompt
 from unisono.trainer.task.reward_model import ModelReward
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -324,3 +326,26 @@ def test_unisono_eval_takes_a_reward_model(reward_run: Path, tmp_path: Path) -> 
     assert len(rows) == 3
     for row in rows:
         assert [row["reward"]] == pytest.approx(rated(reward_run, row["prompt"], row["answer"]), abs=1e-5)
+
+
+def test_a_reward_model_of_texts_reads_texts_as_its_rows(
+    model_dir: Path, pair_files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data = {"train": str(pair_files[0]), "max_length": 64, "plain_texts": True}
+    ended = unisono("train", reward_config(model_dir, pair_files[0], tmp_path, data=data))
+    assert ended.returncode == 0, ended.stderr
+    assert "rows are plain text" in ended.stderr + ended.stdout
+    judge, answers = tmp_path / "judge", ["the tree", "dog", "a small tree"]
+    pairs = [{"prompt": "say 1 ", "chosen": answer, "rejected": "no"} for answer in answers]
+    values = rated(judge, "say 1 ", *answers)
+    assert values == pytest.approx([row["rewards_chosen"] for row in evaluated(judge, tmp_path, pairs)])
+    turns: list[Text] = [[{"role": "assistant", "content": answer}] for answer in answers]
+    rendered = rated(judge, [{"role": "user", "content": "say 1 "}], *turns)
+    assert rendered != pytest.approx(values, abs=1e-5)
+    with torch.random.fork_rng():
+        opened = open_requested(RequestedModel(str(judge)), Listening(), answers=False)
+    ids, template = encode_prompts(
+        opened, [Prompt("a file", "say 1 ")], raw=False, system=None, max_new_tokens=4
+    )
+    assert template is None
+    assert ids == [opened.tokenizer("say 1 ").input_ids]

@@ -141,6 +141,7 @@ class LfEncoder:
         template: the same prompts as a chat template; None for pretraining.
         stop_ids: the tokens that end an answer.
         warnings: warnings for the user, each once.
+        has_rendered: always, as a template of LLaMA-Factory is for texts, too.
         pictures: of the rows; None if only text is read.
     """
 
@@ -182,6 +183,7 @@ class LfEncoder:
                 fix="set data.loss_on: answers",
             )
         self.warnings = adapt_tokenizer(tokenizer, template)
+        self.has_rendered = True
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(tokenizer, template)
         self._writer = Writer(template, thinking, today or local_day())

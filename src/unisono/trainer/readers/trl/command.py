@@ -11,7 +11,7 @@ from unisono.base.text import one_line
 from unisono.trainer.config.yaml_file import KeyPath, parse_value, read_yaml
 
 _TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "orpo", "cpo")
-_SCRIPT = re.compile(r"(?:^|/)(\w+)\.py$")
+_SCRIPT = re.compile(r"(?:^|/)(\w+)\.py$|^trl\.scripts\.(\w+)$")
 _WORDS = {"reward_modeling": "reward"}
 
 
@@ -62,7 +62,8 @@ def _trainer_of(word: str, before: str) -> str:
     if before == "trl" and word in _TRAINERS:
         return word
     script = _SCRIPT.search(word)
-    return "" if script is None else _WORDS.get(script[1], script[1])
+    name = "" if script is None else script[1] or script[2]
+    return _WORDS.get(name, name)
 
 
 def _add_launcher(command: TrlCommand, words: list[str]) -> None:

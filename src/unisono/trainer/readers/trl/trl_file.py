@@ -19,40 +19,26 @@ from unisono.trainer.readers.llamafactory.training import fill_trainer
 from unisono.trainer.readers.overrides import with_overrides
 from unisono.trainer.readers.reading import Reading, with_effect
 from unisono.trainer.readers.trl.command import read_command
+from unisono.trainer.readers.trl.sampled import DEFAULTS, GROUP, SAMPLED, fill_sampled
 from unisono.trainer.readers.trl.trl_keys import KEYS, PAGE, TOOL, WITH_DEFAULTS
 
 _MARKS = {
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
-    *(
-        "datasets",
-        "use_peft",
-        "lora_r",
-        "lora_target_modules",
-        "attn_implementation",
-        "assistant_only_loss",
-        "dtype",
-    ),
+    *("datasets", "use_peft", "lora_r", "lora_target_modules", "attn_implementation", "assistant_only_loss"),
+    "dtype",
 }
 _NEVER = {
-    "stage",
-    "finetuning_type",
-    "template",
-    "cutoff_len",
-    "dataset_dir",
-    "do_train",
-    "data",
-    "model",
+    *("stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "do_train", "data", "model"),
     "base_model",
 }
-_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
+_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(("dpo", "kto", "orpo", "cpo", *SAMPLED), 1e-6)}
+_OBJECTIVES = {"rloo": "grpo", "cpo": "simpo"}
+"""Our name of a trainer that has another."""
+_OF_CPO = ("cpo_alpha", "simpo_gamma")
 _LOSSES = ("sigmoid", "hinge", "ipo")
 _OF_KTO = ("desirable_weight", "undesirable_weight")
 _OF_DPO = (
-    "beta",
-    "label_smoothing",
-    "loss_type",
-    "precompute_ref_log_probs",
-    "sync_ref_model",
+    *("beta", "label_smoothing", "loss_type", "precompute_ref_log_probs", "sync_ref_model"),
     "f_divergence_type",
 )
 
@@ -97,7 +83,7 @@ def read_trl(text: str) -> TrlFile:
         raise ConfigError.of(
             f"TRL's {command.trainer} is not translated",
             where="--from-trl",
-            why=f"{', '.join(_RATES)} are; other trainers need their own functions, models or data",
+            why=f"{', '.join(_RATES)} are; other trainers and scripts have functions, models or data of their own",
             fix=f"begin with `unisono init --out train.yaml`; {PAGE} has our key for each of its keys",
         )
     return translate(command.raw, command.lines, "the command", trainer=command.trainer)
@@ -118,7 +104,7 @@ def translate(
         raw: the mapping in the file.
         lines: the line of each key.
         name: the file's name, for messages.
-        trainer: sft, dpo, kto or reward; None: as the file shows.
+        trainer: one of TRL's, e.g. dpo; None: as the file shows.
         overrides: `key=value` with its names, or ours.
     """
     places = KeyPlaces(dict(lines), name)
@@ -129,13 +115,14 @@ def translate(
         name,
         keys=KEYS,
         tool=TOOL,
-        unknown=("it is not a key of TRL's trainers for SFT, DPO, KTO and reward models", PAGE),
+        unknown=("it is not a key of the trainers of TRL that are read", PAGE),
     )
     for key, value in raw.items():
         is_hidden = any(place[0] == key for place in secrets)
         reading.read(key, "…" if is_hidden else value, is_secret=is_hidden)
     chosen = trainer or _trainer(reading.values, ours)
-    given = {"learning_rate": _RATES[chosen], "save_strategy": "steps"} | reading.values
+    given = {"learning_rate": _RATES[chosen], "save_strategy": "steps"} | DEFAULTS.get(chosen, {})
+    given |= reading.values
     values = Values(given, reading.places, name, WITH_DEFAULTS)
     draft = Draft(_Shown(values, reading.values), name, verb="train", tool=TOOL)
     _fill(draft, chosen)
@@ -166,8 +153,12 @@ class _Shown(Values):
 
 def _trainer(given: Mapping[str, object], overrides: tuple[str, ...]) -> str:
     named = [text.partition("=")[2] for text in overrides if text.startswith("objective=")]
-    if named and named[-1] in _RATES:
-        return named[-1]
+    if named and named[-1] in (*_RATES, "simpo"):
+        return "cpo" if named[-1] == "simpo" else named[-1]
+    if any(KEYS[key].group == GROUP for key in given):
+        return "grpo"
+    if any(key in given for key in _OF_CPO):
+        return "cpo"
     if any(key in given for key in _OF_KTO):
         return "kto"
     loss = given.get("loss_type")
@@ -176,16 +167,21 @@ def _trainer(given: Mapping[str, object], overrides: tuple[str, ...]) -> str:
 
 
 def _fill(draft: Draft, trainer: str) -> None:
-    draft.put("objective", trainer)
+    draft.put("objective", _OBJECTIVES.get(trainer, trainer))
     _model(draft)
     _data(draft, trainer)
     _adapter(draft, trainer)
     fill_trainer(draft)
     values = draft.values
-    draft.put("memory.gradient_checkpointing", values["gradient_checkpointing"], "gradient_checkpointing")
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    given = [values[name] for name in names if values[name] is not None]
+    draft.put("memory.gradient_checkpointing", given[0], *names)
     draft.put("output_dir", values["output_dir"] or "trainer_output", "output_dir")
     draft.problems = [p for p in draft.problems if p.what != "the key `output_dir` is missing"]
-    _losses(draft, trainer)
+    if trainer in SAMPLED:
+        fill_sampled(draft, trainer)
+    else:
+        _losses(draft, trainer)
     if values["push_to_hub"]:
         draft.warnings.append("push_to_hub: nothing is uploaded; `unisono push RUN OWNER/NAME` does it")
 
@@ -228,6 +224,11 @@ def _data(draft: Draft, trainer: str) -> None:
         elif values["dataset_name"]:
             test = {**sources[0], "split": values["dataset_test_split"]}
             draft.put("data.eval", [test], "dataset_test_split", "eval_strategy")
+    draft.put("data.plain_texts", value=True)
+    draft.put_if_set("data.template", "chat_template_path")
+    if trainer in SAMPLED:
+        return
+    draft.ignore("max_prompt_length", "data.max_length is that of prompt and answer")
     if values["max_length"] is None:
         draft.refuse("max_length", "data.max_length is a number", "set it to the longest row's")
     else:
@@ -235,21 +236,16 @@ def _data(draft: Draft, trainer: str) -> None:
     choice = {"keep_start": "cut", "keep_end": "keep-answer"}
     if values["truncation_mode"] not in choice:
         draft.refuse("truncation_mode", "rows are cut at one end", "use keep_start or keep_end")
-    draft.put("data.too_long", choice.get(values["truncation_mode"], "cut"), "truncation_mode")
+    ours = choice.get(values["truncation_mode"], "cut") if trainer != "reward" else "drop"
+    draft.put("data.too_long", ours, "truncation_mode")
     draft.put("data.packing", values["packing"] and trainer == "sft", "packing")
-    draft.put_if_set("data.template", "chat_template_path")
     if trainer == "sft":
         _loss_on(draft)
-    else:
-        draft.warnings.append(
-            "dataset_name: rows whose prompt and answers are text have no chat template in TRL; here they are"
-            " turns of it"
-        )
 
 
 def _sources(draft: Draft, trainer: str) -> list[dict[str, object]]:
     values = draft.values
-    shape: dict[str, object] = {} if trainer == "sft" else {"format": "preference"}
+    shape: dict[str, object] = {} if trainer in ("sft", *SAMPLED) else {"format": "preference"}
     if trainer == "sft" and values.is_set("dataset_text_field"):
         shape = {"columns": {"text": values["dataset_text_field"]}}
     if values["dataset_name"]:
@@ -298,7 +294,7 @@ def _adapter(draft: Draft, trainer: str) -> None:
     draft.put("adapter.kind", kind, "use_dora", "use_rslora", "use_peft")
     draft.put("adapter.rank", values["lora_r"], "lora_r")
     draft.put("adapter.alpha", values["lora_alpha"], "lora_alpha")
-    switches_off = trainer in ("dpo", "kto", "reward") and values["disable_dropout"]
+    switches_off = trainer != "sft" and values["disable_dropout"]
     draft.put(
         "adapter.dropout", 0.0 if switches_off else values["lora_dropout"], "lora_dropout", "disable_dropout"
     )
@@ -316,6 +312,7 @@ def _adapter(draft: Draft, trainer: str) -> None:
 
 def _losses(draft: Draft, trainer: str) -> None:
     values = draft.values
+    _refuse_of_others(draft, trainer)
     loss = values["loss_type"]
     if isinstance(loss, list) and len(loss) == 1:
         loss = loss[0]
@@ -323,16 +320,41 @@ def _losses(draft: Draft, trainer: str) -> None:
         draft.put("optim.loss_weight", "dft", "loss_type")
     elif trainer == "dpo" and loss in _LOSSES:
         draft.put("preference.loss", loss, "loss_type")
+    elif trainer == "cpo":
+        _simpo(draft)
     elif loss not in (None, "nll", "chunked_nll", "kto") or (loss == "kto" and trainer != "kto"):
         draft.refuse(
             "loss_type",
             f"the losses here are nll and dft of sft, {', '.join(_LOSSES)} of dpo",
             "use one of these",
         )
-    if trainer in ("dpo", "kto"):
+    if trainer not in ("sft", "reward"):
         draft.put("preference.beta", values["beta"], "beta")
-    if trainer == "dpo":
-        draft.put_if_set("preference.label_smoothing", "label_smoothing")
-    if trainer == "kto":
-        for key in _OF_KTO:
-            draft.put_if_set(f"preference.{key}", key)
+    for key in {"dpo": ("label_smoothing",), "kto": _OF_KTO}.get(trainer, ()):
+        draft.put_if_set(f"preference.{key}", key)
+
+
+def _refuse_of_others(draft: Draft, trainer: str) -> None:
+    """Refuses keys of GRPO and SimPO for trainers without them."""
+    if trainer in ("orpo", "cpo"):
+        draft.ignore("max_completion_length", "of encoder-decoder models")
+    for key in set(draft.values.given) - set(draft.fates):
+        is_sampled = draft.values.table[key].group == GROUP
+        if is_sampled or (key in _OF_CPO and trainer != "cpo"):
+            objective = "grpo" if is_sampled else "simpo"
+            fix = f"remove it, or set objective={objective} behind the file"
+            draft.refuse(key, f"it is a key of objective {objective}", fix)
+
+
+def _simpo(draft: Draft) -> None:
+    values = draft.values
+    if values["loss_type"] != "simpo":
+        draft.refuse(
+            "loss_type", "of cpo only SimPO is available", "set loss_type: simpo, or use dpo or orpo"
+        )
+    draft.put("preference.gamma", values["simpo_gamma"], "simpo_gamma")
+    draft.put("preference.sft_weight", values["cpo_alpha"], "cpo_alpha")
+    if values["cpo_alpha"]:
+        draft.warnings.append(
+            "cpo_alpha: the mean over answers of the cross entropy per token; TRL's mean is over all their tokens"
+        )
