@@ -2,11 +2,14 @@
 answer lengths: tokens a second of 1, 16, 64 and 256 requests at once.
 
 python bench/serve_peers.py [m15|m135|MODEL ...] --peer-python PYTHON [--node DIR]
-    [--streams 1 16 64 256] [--rounds 2] [--tokens 32] [--threads 1] [--out bench/results/serve_peers.json]
+    [--streams 1 16 64 256] [--rounds 3] [--tokens 32] [--threads 1] [--out bench/results/serve_peers.json]
 
 PYTHON has transformers[serving]; DIR has node_modules/node-llama-cpp. Both servers answer the same
-chats at temperature 0, in turn in each round; each ratio is that of the medians of one run. The peer
-is measured as it starts by default, and with --continuous-batching. llama.cpp computes in one process
+chats at temperature 0, in turn in each round, and only one of them has the CPU at a time; each ratio is
+that of the medians of one run. Since other programs may be at work, whose number (the load) is noted,
+the CPU seconds of a server's processes are measured, too. The peer is measured as it starts by default,
+and with --continuous-batching. A server that ends is named with the end of its log, and started again.
+For one request, the time of the model's forward is measured in a process of its own. llama.cpp computes in one process
 of Node without HTTP, from a GGUF file in float32 of the same model, with a cache of float16, its
 default. All have the same number of threads; one by default, since threads that wait for each other
 measure the machine's load, if it has other work.
@@ -23,16 +26,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+import psutil
 from peers import machine  # type: ignore[import-not-found]  # beside this script
 from workload import MODELS, Writer, make  # type: ignore[import-not-found]  # beside this script
 
 READY_S = 300.0
+CACHE = ("--cb-max-memory-percent", "0.1")
+"""By default its cache has most of the memory (14 of 24 GB), and the kernel killed it when other
+programs needed some."""
 NODE_SCRIPT = Path(__file__).with_name("serve_peers_llama.mjs")
 
 
@@ -72,6 +79,48 @@ def rate(port: int, model: str, streams: int, tokens: int) -> float:
     return sum(counts) / (time.perf_counter() - since)
 
 
+def cpu_seconds(server: "subprocess.Popen[bytes]") -> float:
+    """CPU seconds of a server and its children so far."""
+    front = psutil.Process(server.pid)
+    times = [process.cpu_times() for process in (front, *front.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def forward_ms(model: str, arguments: argparse.Namespace) -> float:
+    """Milliseconds of the model's forward for a token of one answer, computed as by the server."""
+    import torch
+    import transformers
+
+    from unisono.trainer.model.engine import Engine, GeneratedAnswer
+    from unisono.trainer.model.generate import GREEDY
+    from unisono.trainer.model.packed_layers import packed_layers
+
+    torch.set_num_threads(arguments.threads)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    forward, times = loaded.forward, []
+
+    def timed(**inputs: Any) -> Any:
+        since = time.perf_counter()
+        outputs = forward(**inputs)
+        times.append(time.perf_counter() - since)
+        return outputs
+
+    engine = Engine(loaded, stop_ids=set(), pad_id=0, rows=1)
+    loaded.forward = timed
+    with engine.ready(), packed_layers(loaded), torch.inference_mode():
+        for _ in range(arguments.rounds):
+            engine.add(GeneratedAnswer([*range(10, 40)], arguments.tokens, GREEDY))
+            while not engine.is_idle:
+                engine.step()
+    return 1_000 * statistics.median(times)
+
+
+def send(server: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """Sends a signal to a server's process group, unless it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, number)
+
+
 @contextlib.contextmanager
 def running(command: list[str], port: int, path: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A server that answers at a path, in a process group of its own; it ends with the context."""
@@ -85,12 +134,12 @@ def running(command: list[str], port: int, path: str, log: Path) -> Iterator["su
                 time.sleep(0.5)
             yield server
         finally:
-            os.killpg(server.pid, signal.SIGCONT)
+            send(server, signal.SIGCONT)
             server.terminate()
             try:
                 server.wait(60)
             except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
+                send(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -100,12 +149,12 @@ def alone(
     """A context in which only one of the servers has the CPU: an idle one may poll."""
     stopped = [other for other in others if other is not server]
     for other in stopped:
-        os.killpg(other.pid, signal.SIGSTOP)
+        send(other, signal.SIGSTOP)
     try:
         yield
     finally:
         for other in stopped:
-            os.killpg(other.pid, signal.SIGCONT)
+            send(other, signal.SIGCONT)
 
 
 def answers(port: int, path: str) -> bool:
@@ -117,66 +166,106 @@ def answers(port: int, path: str) -> bool:
     return False
 
 
-def llama_rate(file: Path, node: Path, streams: int, *, tokens: int, threads: int) -> float | None:
+def llama_rate(file: Path, arguments: argparse.Namespace, streams: int) -> float | None:
     """Tokens a second of llama.cpp with so many sequences in a batch; None if it fails."""
-    job = json.dumps({"file": str(file), "prompts": prompts(streams), "tokens": tokens, "threads": threads})
-    command = ["node", str(NODE_SCRIPT), str(node)]
-    done = subprocess.run(command, input=job, capture_output=True, text=True, check=False)
+    job = {"file": str(file), "prompts": prompts(streams), "tokens": arguments.tokens}
+    command = ["node", str(NODE_SCRIPT), str(arguments.node)]
+    text = json.dumps(job | {"threads": arguments.threads})
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"llama.cpp, {streams}: {done.stderr[-300:]}", file=sys.stderr)
         return None
     return float(json.loads(done.stdout)["rate"])
 
 
-def measure(model: Path, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The figures of a model."""
+class Servers:
+    """The servers of a model, all running; they end with the context."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, work: Path) -> None:
+        peer = [arguments.peer_python, "-m", "transformers.cli.transformers", "serve", name]
+        self._commands = {
+            "unisono": ([sys.executable, "-m", "unisono", "serve", name], "/v1/models"),
+            "transformers": (peer, "/health"),
+            "transformers --continuous-batching": ([*peer, "--continuous-batching", *CACHE], "/health"),
+        }
+        self._name, self._work, self._tokens = name, work, arguments.tokens
+        self._stack = contextlib.ExitStack()
+        self._running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
+        self.kinds = tuple(self._commands)
+        self.ended: list[str] = []
+
+    def __enter__(self) -> "Servers":
+        for kind in self.kinds:
+            self._start(kind)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def stopped(self) -> "contextlib.AbstractContextManager[None]":
+        """A context in which none of them has the CPU."""
+        return alone(None, [server for server, _ in self._running.values()])
+
+    def rates(self, kind: str, streams: int) -> tuple[float, float] | None:
+        """Tokens a second, and a CPU second, of so many requests at once; None if the server ended."""
+        server, port = self._running[kind]
+        with alone(server, [one for one, _ in self._running.values()]):
+            used, since = cpu_seconds(server), time.perf_counter()
+            try:
+                measured = rate(port, self._name, streams, self._tokens)
+                seconds = time.perf_counter() - since
+                return measured, measured * seconds / (cpu_seconds(server) - used)
+            except (OSError, HTTPException, psutil.Error) as error:
+                log = (self._work / f"{kind}.log").read_text()[-500:]
+                self.ended.append(f"{kind}, {streams} requests: {error!r}; exit {server.poll()}; {log}")
+                print(self.ended[-1], file=sys.stderr, flush=True)
+        self._start(kind)
+        return None
+
+    def _start(self, kind: str) -> None:
+        command, path = self._commands[kind]
+        port = free_port()
+        log = self._work / f"{kind}.log"
+        server = self._stack.enter_context(running([*command, "--port", str(port)], port, path, log))
+        self._running[kind] = server, port
+        with alone(server, [one for one, _ in self._running.values()]):
+            ask(port, self._name, "warm up", 4)
+
+
+def measure(
+    model: Path, arguments: argparse.Namespace, work: Path, publish: Callable[[dict[str, Any]], None]
+) -> None:
+    """Publishes the figures of a model, after each number of requests."""
     name = str(model)
-    ours, plain, batched = free_port(), free_port(), free_port()
-    peer = [arguments.peer_python, "-m", "transformers.cli.transformers", "serve", name, "--port"]
-    servers = {
-        "unisono": (
-            [sys.executable, "-m", "unisono", "serve", name, "--port", str(ours)],
-            ours,
-            "/v1/models",
-        ),
-        "transformers": ([*peer, str(plain)], plain, "/health"),
-        "transformers --continuous-batching": (
-            [*peer, str(batched), "--continuous-batching"],
-            batched,
-            "/health",
-        ),
-    }
     gguf = work / "gguf" / "model-f32.gguf"
     if arguments.node:
         export = [sys.executable, "-m", "unisono", "export", name, str(work / "gguf"), "--format", "gguf"]
         subprocess.run([*export, "--quantize", "f32"], check=True, stdout=subprocess.DEVNULL)
-    found: dict[str, dict[str, list[float]]] = {}
-    with contextlib.ExitStack() as stack:
-        started = {}
-        for kind, (command, port, path) in servers.items():
-            started[kind] = stack.enter_context(running(command, port, path, work / f"{kind}.log"))
-            with alone(started[kind], started.values()):
-                ask(port, name, "warm up", 4)
-        for streams in arguments.streams:
+    found: dict[str, Any] = {"model": model.name}
+    with Servers(name, arguments, work) as servers:
+        with servers.stopped():
+            found["forward_ms_of_a_token_of_one_answer"] = forward_ms(name, arguments)
+        for streams in map(str, arguments.streams):
             rates: dict[str, list[float]] = {}
+            cpu: dict[str, list[float]] = {}
             for _ in range(arguments.rounds):
-                for kind, (_, port, _) in servers.items():
-                    with alone(started[kind], started.values()):
-                        rates.setdefault(kind, []).append(rate(port, name, streams, arguments.tokens))
-                if arguments.node:
-                    with alone(None, started.values()):
-                        measured = llama_rate(
-                            gguf, arguments.node, streams, tokens=arguments.tokens, threads=arguments.threads
-                        )
+                found.setdefault("load", {}).setdefault(streams, []).append(os.getloadavg()[0])
+                for kind in servers.kinds:
+                    measured = servers.rates(kind, int(streams))
                     if measured is not None:
-                        rates.setdefault("llama.cpp", []).append(measured)
-            found[str(streams)] = rates
-            print(model.name, streams, json.dumps(rates), file=sys.stderr, flush=True)
-    return {
-        "model": model.name,
-        "tokens_per_second": found,
-        "ratios": {n: ratios(r) for n, r in found.items()},
-    }
+                        rates.setdefault(kind, []).append(measured[0])
+                        cpu.setdefault(kind, []).append(measured[1])
+                if arguments.node:
+                    with servers.stopped():
+                        llama = llama_rate(gguf, arguments, int(streams))
+                    if llama is not None:
+                        rates.setdefault("llama.cpp", []).append(llama)
+            found.setdefault("tokens_per_second", {})[streams] = rates
+            found.setdefault("tokens_per_cpu_second", {})[streams] = cpu
+            found.setdefault("ratios", {})[streams] = ratios(rates)
+            found.setdefault("cpu_ratios", {})[streams] = ratios(cpu)
+            found["servers_that_ended"] = servers.ended
+            publish(found)
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
@@ -194,26 +283,30 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--node", type=Path)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(arguments.threads)}
-    models = []
+    models: dict[str, Any] = {}
+    found = {
+        "schema": 1, "machine": machine(), "tokens_of_an_answer": arguments.tokens,
+        "threads": arguments.threads, "rounds": arguments.rounds,
+    }  # fmt: skip
+
+    def publish(one: dict[str, Any]) -> None:
+        models[one["model"]] = one
+        text = json.dumps(found | {"models": [*models.values()]}, indent=1)
+        print(text, flush=True)
+        if arguments.out:
+            arguments.out.write_text(text + "\n")
+
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as work:
             if name in MODELS:
                 make(Path(work), rows=1, shapes={name: MODELS[name]})
-            models.append(measure(Path(work) / name if name in MODELS else Path(name), arguments, Path(work)))
-    found = {
-        "schema": 1, "machine": machine(), "tokens_of_an_answer": arguments.tokens,
-        "threads": arguments.threads, "rounds": arguments.rounds,
-        "models": models,
-    }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+            measure(Path(work) / name if name in MODELS else Path(name), arguments, Path(work), publish)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Target:
 WINGS = ("base", "front", "guard", "jobs", "trainer")
 
 TARGETS = (
-    Target("lines", 158_400, note="docs/decisions/0024-size-of-the-package.md"),
+    Target("lines", 158_800, note="docs/decisions/0024-size-of-the-package.md"),
     Target("folders at the top", 6),
     Target("rooms of a wing, most", 12),
     Target("lines of a file, median", 170, at_least=True),

@@ -236,6 +236,12 @@ def test_a_web_page_reaches_no_server_without_a_key(server: Served) -> None:
         assert json.loads(done.stdout)["error"]["code"] == "origin_refused"
 
 
+def test_each_loopback_address_is_served_without_a_key(serve: Serve, endless: Path) -> None:
+    one = serve(endless, "--host", "127.0.0.2")
+    assert one.url.startswith("http://127.0.0.2:")
+    chat(one, "call me")
+
+
 def test_only_a_valid_key_is_served_and_the_model_does_not_see_it(
     serve: Serve, endless: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 Run: pytest tests/front/serve/test_values.py
 """
 
+import asyncio
 import base64
 import json
 import shutil
@@ -19,6 +20,7 @@ import transformers
 
 from tests import front_server
 from tests.front.serve.conftest import LIMIT_S, Served, start
+from unisono.front.studio.models import Models
 from unisono.trainer.config.heads import EmbedSection
 from unisono.trainer.model.sentence_files import write_sentence_files
 
@@ -246,3 +248,25 @@ def test_adapters_are_for_models_that_write_answers(judge: Path, embedders: dict
         done = front_server.run([str(word) for word in words], timeout=LIMIT_S)
         assert done.returncode == 2
         assert "writes" in done.stderr
+
+
+def test_the_studio_does_not_load_what_writes_no_answers(
+    embedders: dict[str, Path], judge: Path, labeller: Path, own_cache: None
+) -> None:
+    async def refusals() -> list[dict[str, dict[str, str]]]:
+        models = Models()
+        found = []
+        for target in (embedders["last"], judge, labeller):
+            model = models.load(str(target), None)
+            await asyncio.wait_for(model.process.ended.wait(), LIMIT_S)
+            shown = model.to_json()
+            assert shown["state"] == "failed"
+            found += shown["problems"]
+        models.close()
+        return found
+
+    embeds, rates, labels = asyncio.run(refusals())
+    assert "is an embedding model: it writes no answers" in embeds["what"]["en"]
+    assert "is a reward model" in rates["what"]["en"]
+    assert "is a classifier: it labels texts and writes no answers" in labels["what"]["en"]
+    assert all(one["fix"] for one in (embeds, rates, labels))

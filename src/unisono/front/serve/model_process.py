@@ -224,6 +224,7 @@ class ModelProcess:
         adapters: Sequence[NamedAdapter] = (),
         takes_adapters: bool = False,
         prompt_cache_bytes: int = 256_000_000,
+        answers: bool = False,
         on_message: Show,
         on_failure: Callable[[FailedAsk], None],
         on_restart: Callable[[RankDied], None],
@@ -238,6 +239,7 @@ class ModelProcess:
             adapters: of the model.
             takes_adapters: whether `load` may add others.
             prompt_cache_bytes: of memory for earlier prompts.
+            answers: whether a model that writes no answers is refused.
             on_message: gets the messages while it is loaded.
             on_failure: gets requests that failed.
             on_restart: gets the reason of a restart.
@@ -248,7 +250,9 @@ class ModelProcess:
         self._patience_s = patience_s
         self._load_s: float | None = None
         self.adapters = tuple(adapters)
-        self._request = ServeRequest(model, ROWS, self.adapters, takes_adapters, prompt_cache_bytes)
+        self._request = ServeRequest(
+            model, ROWS, self.adapters, takes_adapters, prompt_cache_bytes, answers=answers
+        )
         self._changes: dict[int, asyncio.Future[None]] = {}
         self._changing: set[str] = set()  # names of adapters
         self._freed = asyncio.Event()  # since it was cleared, an answer has ended

@@ -45,13 +45,12 @@ from unisono.front.serve.values import (
     ValueRequest,
     refuse_path,
 )
-from unisono.guard.facts.network import bind_listener
+from unisono.guard.facts.network import bind_listener, is_loopback
 from unisono.trainer.plan.task_requests import NamedAdapter
 
 if TYPE_CHECKING:
     from unisono.trainer.plan.talk_messages import Valued
 
-LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 16
 _BODY_S = 30.0
@@ -119,17 +118,17 @@ def listen(host: str, port: int | None, keys: ApiKeys) -> socket.socket:
     Args:
         host: a name or address of this machine.
         port: None: a free one.
-        keys: required on every address but 127.0.0.1.
+        keys: required on every address that other machines can reach.
 
     Raises:
         UsageError: if it is taken or not an address of this machine, or other machines could reach
             it without a key.
     """
-    if host not in LOCAL and not keys.values:
+    if not keys.values and not _is_local(host):
         raise UsageError.of(
             f"there is no key for the address {one_line(host)}",
             where="--host",
-            why="every machine that reaches it could use the model; without a key only 127.0.0.1 is served",
+            why="every machine that reaches it could use the model; only this machine is served without a key",
             fix=(
                 "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add"
                 " --key-file key"
@@ -141,6 +140,11 @@ def listen(host: str, port: int | None, keys: ApiKeys) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_GONE_MS)
     return listener
+
+
+def _is_local(host: str) -> bool:
+    """Whether it is a name or address of this machine that no other one reaches."""
+    return host == "localhost" or is_loopback(host)
 
 
 class Api:
@@ -239,7 +243,7 @@ class Api:
                 )
             return
         for name in (host, host_name(origin)):
-            if name not in LOCAL:
+            if not _is_local(name or ""):
                 raise ApiError(403, f"requests for or from {name} need a key", code="origin_refused")
 
     async def _chat(self, request: Request) -> Response:

@@ -78,6 +78,7 @@ class Models:
         self._make_room()
         process = ModelProcess(
             RequestedModel(target, step=step),
+            answers=True,
             on_message=lambda message: self._say(name, message),
             on_failure=lambda failed: None,
             on_restart=lambda error: None,

@@ -45,6 +45,7 @@ _RESERVED = 1_024  # tokens of an answer for which a place in the cache is kept 
 _PROMPT_TOKENS = (
     2_048  # of prompts that are read together, with padding: a short one does not wait for a long one
 )
+_SIMILAR = 0.75  # of the longest prompt of a batch: the length of its shortest
 _COPIED = 1 << 24  # logits in a copy for drawing tokens
 _SCORED = 1 << 26  # logits of a part of a prompt whose tokens are scored
 _ROWS = 64  # of `answer_prompts`: more gain little on CPU
@@ -235,9 +236,7 @@ class Engine:
             self._batches += begun
             return moved + [answer for batch in begun for answer in self._attempt(batch, self._advance)]
         self._reading.extend(begun)
-        if self._reading:
-            moved += self._attempt(self._reading.popleft(), partial(self._read, since=since))
-        return moved
+        return moved + self._read_prompts(since)
 
     def _attempt(
         self, batch: "_Batch", work: Callable[["_Batch"], list["GeneratedAnswer"]]
@@ -263,24 +262,47 @@ class Engine:
         assert self.on_failure is not None
         self.on_failure(failed, error)
 
-    def _read(self, batch: "_Batch", *, since: float) -> list[GeneratedAnswer]:
-        """Reads the next part of the prompts of a batch; the batches take turns.
+    def _read_prompts(self, since: float) -> list[GeneratedAnswer]:
+        """Reads the next parts of prompts; gives the answers whose prompts have been read.
 
-        Returns its answers if that was the last part.
+        The batches take turns. Several short ones are read in the time of one part: each step
+        computes a token of the running answers, which takes nearly as long for few of them.
 
         Args:
-            batch: taken from those that are being read.
             since: when this step began, by time.perf_counter.
         """
         # A part may take as long as the token of the running answers, which it delays.
         most_s = max(_DELAY_S, time.perf_counter() - since) if self._batches else _PART_S
-        columns = max(1, self._part_tokens(most_s) // len(batch.unread))
+        limit = left = self._part_tokens(most_s) if self._reading else 0
+        moved: list[GeneratedAnswer] = []
+        while self._reading and (left > limit // 2 or self._reading[0].unread.numel() <= left):
+            batch = self._reading.popleft()
+            columns = self._columns(batch, left)
+            left -= len(batch.unread) * columns
+            moved += self._attempt(batch, partial(self._read, columns=columns))
+            if moved and self._fixed_part_tokens is None and most_s == _PART_S:
+                break  # they have a first token to show
+        return moved
+
+    def _columns(self, batch: "_Batch", tokens: int) -> int:
+        """Columns of a batch's next part, which has about so many tokens."""
+        rows, columns = batch.unread.shape
+        if batch.pictures is not None:
+            return columns
         if batch.scores_prompts:
-            columns = min(columns, max(1, _SCORED // (len(batch.unread) * self._vocabulary)))
+            tokens = min(tokens, _SCORED // self._vocabulary)
+        return min(columns, max(1, tokens // rows))
+
+    def _read(self, batch: "_Batch", *, columns: int) -> list[GeneratedAnswer]:
+        """Reads the next part of a batch's prompts; gives its answers if that was the last one.
+
+        Args:
+            batch: taken from those that are being read.
+            columns: of the part.
+        """
         began, moved = time.perf_counter(), []
-        is_whole = columns >= batch.unread.shape[1] or batch.pictures is not None
-        tokens = len(batch.unread) * (batch.unread.shape[1] if is_whole else columns)
-        if not is_whole:
+        tokens = len(batch.unread) * columns
+        if columns < batch.unread.shape[1]:
             batch.read(self._base, self._takes, columns)
             self._reading.append(batch)
         else:
@@ -337,7 +359,19 @@ class Engine:
         self.waiting = self.waiting[len(begun) :]
         if not self._together:
             return [_Batch.of([answer], self._pad_id, self._base) for answer in begun]
-        return [_Batch.of(begun, self._pad_id, self._base, self._known)] if begun else []
+        return [_Batch.of(group, self._pad_id, self._base, self._known) for group in self._alike(begun)]
+
+    def _alike(self, answers: list[GeneratedAnswer]) -> list[list[GeneratedAnswer]]:
+        """Answers in groups with prompts of similar length, as padding costs as much as tokens; the
+        shortest first, as long ones make others wait.
+        """
+        unread = {answer: len(answer.prompt) - self._known_tokens(answer) for answer in answers}
+        groups: list[list[GeneratedAnswer]] = []
+        for answer in sorted(answers, key=lambda one: -unread[one]):
+            if not groups or unread[answer] < _SIMILAR * unread[groups[-1][0]]:
+                groups.append([])
+            groups[-1].append(answer)
+        return groups[::-1]
 
     def _known_tokens(self, answer: GeneratedAnswer) -> int:
         return 0 if self._known is None or not self._together else self._known.find(answer)[0]
@@ -358,7 +392,7 @@ class Engine:
         """Computes one token of each answer of a batch."""
         logits = batch.next_logits(self._base, self._takes)
         scored = [row for row, answer in enumerate(batch.answers) if answer.top is not None]
-        raw = logits[scored] if scored else logits[:0]  # a copy
+        raw = logits[scored] if scored else logits  # a copy
         adjust_logits(logits, batch.answers)
         self._apply_grammars(logits, batch.answers)
         chosen, finite = _choose(logits, batch.answers)
@@ -392,6 +426,8 @@ class Engine:
     @staticmethod
     def _score(batch: "_Batch", rows: list[int], logits: torch.Tensor) -> None:
         """Gives answers, the rows of a batch, the scores of their next tokens by logits (R, V)."""
+        if not rows:
+            return
         answers = [batch.answers[row] for row in rows]
         tops = [answer.top or 0 for answer in answers]
         for answer, score in zip(answers, token_scores(logits, batch.unread[rows, 0], tops), strict=True):

@@ -345,6 +345,7 @@ class ServeRequest:
         adapters: of the model, which must be a base model then.
         takes_adapters: whether adapters may come later, too.
         prompt_cache_bytes: of memory for keys and values of earlier prompts.
+        answers: whether the model has to write answers, so that others are refused.
     """
 
     model: RequestedModel
@@ -352,6 +353,7 @@ class ServeRequest:
     adapters: tuple[NamedAdapter, ...] = ()
     takes_adapters: bool = False
     prompt_cache_bytes: int = 0
+    answers: bool = False
 
     @property
     def is_shared(self) -> bool:

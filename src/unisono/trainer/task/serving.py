@@ -20,6 +20,7 @@ from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.data.text_encoder import probe_tokenizer
 from unisono.trainer.model.engine import Engine, GeneratedAnswer, KnownPrompts, TokenScore
 from unisono.trainer.model.forward import PictureInputs
+from unisono.trainer.model.packed_layers import packed_layers
 from unisono.trainer.model.prompt_cache import PromptCache
 from unisono.trainer.model.token_grammars import GrammarError, LLGrammar, TokenGrammars
 from unisono.trainer.plan.talk_messages import (
@@ -76,7 +77,7 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
     opened = open_requested(
         request.model,
         report,
-        answers=request.is_shared,
+        answers=request.answers or request.is_shared,
         sees=None,
         adapters=request.adapters,
         takes_adapters=request.takes_adapters,
@@ -94,6 +95,7 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
         )
         first = desk.engines[""]
         stack.enter_context(first.ready())  # the others compute with the same model
+        stack.enter_context(packed_layers(model))
         note = "; ".join(one.note for one in served.values() if one.note)
         description = opened.target.description
         if opened.adapters:
@@ -387,7 +389,8 @@ class _Desk:
         for name, engine in self.engines.items():
             if not engine.is_idle:
                 self._switch.activate(self._served[name].key)
-                engine.step()
+                with torch.inference_mode():  # an operation costs less than with no_grad
+                    engine.step()
         pieces: list[AnswerPiece] = []
         ended: list[tuple[int, str]] = []
         for number, place in list(self._places.items()):
