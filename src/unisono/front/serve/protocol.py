@@ -142,7 +142,7 @@ class _ResponseFormat(StrictObject):
     @model_validator(mode="after")
     def _has_its_schema(self) -> "_ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to the type json_schema")
+            raise ValueError("json_schema is for type: json_schema only")
         return self
 
     @property

@@ -101,8 +101,8 @@ class ClassifySection(Section):
     class_weights: Literal["balanced"] | Weights | None = Field(
         default=None,
         description=(
-            "weights of the labels in the loss, e.g. `{spam: 3, other: 1}`; balanced: so that all labels"
-            " count the same, from their numbers in the rows for training; null: rows count the same"
+            "weights of the labels in the loss, e.g. `{spam: 3, other: 1}`; balanced: inverse to the"
+            " number of training rows of each label; null: all rows count the same"
         ),
     )
 

@@ -2,8 +2,8 @@
 
 torch's own order costs a copy of the weight in each product of bfloat16, and the product of float32
 is that of MKL, which on a processor of AMD does not use AVX-512. Products of 1 to 256 rows take
-0.4 to 0.7 of the time (float32), or 0.6 to 0.9 (bfloat16). The packed weights need memory of their
-own, since adapters read the others (DoRA, their merging): so they are made only where twice as much
+0.4 to 0.7 of the time (float32), or 0.6 to 0.9 (bfloat16). The packed weights are copies,
+because adapters read the others (DoRA, merging), so they are made only where twice as much memory
 is available.
 
 The operators are those that torch.compile uses in the same place (`_inductor/mkldnn_lowerings.py`,
