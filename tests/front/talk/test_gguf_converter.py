@@ -35,6 +35,7 @@ def write_converter(folder: Path, *more: str, text: str = "") -> Path:
     return script
 
 
+@pytest.mark.processes
 def test_what_a_converter_writes_is_the_merged_model(
     train_here: Callable[..., Trained], tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_what_a_converter_writes_is_the_merged_model(
     assert done["architecture"] == ours["architecture"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("more", "text", "error", "why"),
     [

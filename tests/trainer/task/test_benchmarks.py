@@ -97,6 +97,7 @@ def theirs(model: Path, file: Path, **settings: Any) -> dict[str, Any]:
     return dict(evaluated["results"][f"own_{file.stem}"])
 
 
+@pytest.mark.processes  # lm_eval asks git for the version of its tasks
 @pytest.mark.parametrize(
     ("kind", "shots", "chat"),
     [

@@ -51,6 +51,7 @@ from unisono.trainer.config.sections import (
     TargetWord,
     keys_of,
     lf_name,
+    rows_of,
 )
 from unisono.trainer.config.training_sections import (
     BatchSection,
@@ -498,8 +499,9 @@ def _unused_keys(config: RunConfig) -> list[str]:
         of_pictures += ["data.resolution"] * (data.resolution is not None)
         of_pictures += [f"{key}.pictures" for key, source in sources_of(data) if source.pictures is not None]
         unused |= {key: [DIFFUSION] for key in of_pictures}
-    if data.plain_texts and objective in ("pretrain", CLASSIFY, EMBED, DIFFUSION):
-        unused["data.plain_texts"] = ["sft", *PREFERENCE, GRPO]
+    of_prompts = ["sft", *PREFERENCE, GRPO]
+    if data.plain_texts and rows_of(objective) not in of_prompts:
+        unused["data.plain_texts"] = of_prompts
     if objective != GRPO:
         sections = {"rollout": config.rollout, "grpo": config.grpo}
         of_grpo = [f"{name}.{key}" for name, one in sections.items() for key in sorted(one.model_fields_set)]
