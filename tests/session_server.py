@@ -51,8 +51,14 @@ class SessionServer:
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-tests-")
         os.environ.setdefault("HF_HOME", str(Path(self._folder.name) / "huggingface"))
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        # lm_eval sets it at its import, in the tests that import it: fronts would differ from the server.
-        os.environ.setdefault("HF_XET_HIGH_PERFORMANCE", "1")
+        # lm_eval and sklearn set these at their import, in the tests that import them: fronts would
+        # differ from the server.
+        for name, value in (
+            ("HF_XET_HIGH_PERFORMANCE", "1"),
+            ("KMP_DUPLICATE_LIB_OK", "True"),
+            ("KMP_INIT_AT_FORK", "FALSE"),
+        ):
+            os.environ.setdefault(name, value)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

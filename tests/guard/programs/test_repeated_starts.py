@@ -116,7 +116,7 @@ def test_of_launchers_side_by_side_it_is_reported_that_only_one_is_watched(tmp_p
         both = pids(tmp_path, "one"), pids(tmp_path, "other")
         until(lambda: any(known(front.pid, found) for found in both), "the front has found ranks")
         assert front.stderr is not None
-        printed = next(line for line in front.stderr if b"one launcher at a time is watched" in line)
+        printed = next(line for line in front.stderr if b"watches one launcher at a time" in line)
         (tmp_path / "go").touch()
         front.communicate(timeout=LIMIT_S)
     assert b"warning" in printed

@@ -183,7 +183,11 @@ def test_a_sigmoid_router_has_the_shares_of_its_scores() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("llama", "no routers"), ("phimoe", "neither a softmax nor a sigmoid"), ("jetmoe", "something else")],
+    [
+        ("llama", "no routers"),
+        ("phimoe", "neither a softmax nor a sigmoid"),
+        ("jetmoe", "something other than logits"),
+    ],
 )
 def test_a_model_without_such_routers_is_refused(kind: str, why: str) -> None:
     base = _model(kind)

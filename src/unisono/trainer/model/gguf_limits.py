@@ -81,7 +81,7 @@ def _gemma_limits(kind: str, config: Any) -> Iterator[Limit]:
         heads = int(config.num_attention_heads)
         is_27b = int(config.num_hidden_layers) == _LAYERS_OF_27B[kind]
         scalar = int(config.hidden_size) // heads if is_27b else int(config.head_dim)
-        why = f"it derives the attention scale from other sizes, as if head_dim were {scalar}"
+        why = f"it computes the scale of attention from the other sizes, as for {scalar}"
         yield "query_pre_attn_scalar", config.query_pre_attn_scalar, (scalar,), why
     if kind == "gemma2":
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
