@@ -120,7 +120,7 @@ def test_of_launchers_side_by_side_it_is_reported_that_only_one_is_watched(tmp_p
         (tmp_path / "go").touch()
         front.communicate(timeout=LIMIT_S)
     assert b"warning" in printed
-    assert b"its own `unisono run`" in printed
+    assert b"separate `unisono run`" in printed
     assert front.returncode == 0
 
 
