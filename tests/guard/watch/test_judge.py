@@ -13,7 +13,7 @@ from unisono.base.causes import Verdict
 from unisono.guard.watch import PHASES
 from unisono.guard.watch.judge import judge
 from unisono.guard.watch.verdicts import Patience
-from unisono.guard.watch.views import NodeView, RankView, Suspicion
+from unisono.guard.watch.views import NodeView, PhaseTimes, RankView, Suspicion
 
 AUTO = Patience()
 _IN_STEP = [phase.name for phase in PHASES if phase.in_step and not phase.waits]
@@ -300,6 +300,26 @@ def test_ranks_that_all_wait_are_reported_before_the_second_step_has_shown_how_l
     assert isinstance(seen(600.0, in_torch), Verdict)
     together = judge(run_view([waiting(rank, 30.0, times=UNSEEN, step=1) for rank in (0, 1)]), AUTO)
     assert named(together).cause == "rank_stalled"
+
+
+@pytest.mark.parametrize(("times", "idle_s", "ends_s"), [(QUICK, 6.1, 30.0), (UNSEEN, 31.0, 600.0)])
+def test_ranks_whose_last_collective_completed_are_inspected_again_and_end_at_last(
+    times: PhaseTimes, idle_s: float, ends_s: float
+) -> None:
+    in_torch = "/lib/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:300 in foreach_all_gather"
+
+    def seen(idle_s: float, *, has_moved: bool) -> Suspicion | Verdict | None:
+        views = [view(rank, "compute", idle_s, times=times, step=1) for rank in (0, 1)]
+        names = ["all_reduce", "all_gather"]
+        looks = [look(rank, in_torch, name=name, number=9, completed=8) for rank, name in enumerate(names)]
+        return judge(run_view(views, looks=[replace(one, has_moved=has_moved) for one in looks]), AUTO)
+
+    unsure = seen(idle_s, has_moved=True)
+    assert isinstance(unsure, Suspicion)
+    assert not unsure.is_named
+    assert unsure.to_inspect == (0, 1)
+    assert named(seen(idle_s, has_moved=False)).cause == "collective_mismatch"
+    assert isinstance(seen(ends_s, has_moved=True), Verdict)
 
 
 def test_the_configs_patience_replaces_what_is_learned_and_the_ten_minutes() -> None:

@@ -67,6 +67,7 @@ def judge(run_view: RunView, patience: Patience) -> Suspicion | Verdict | None:
         or _left_early(run_view, alive)
         or _interpreter_stalled(run_view, alive, patience)
         or _does_not_come(run_view, alive, patience)
+        or _still_complete(run_view, alive, patience)
         or _apart_in_collectives(run_view, alive, patience)
         or _together_in_a_collective(run_view, alive, patience)
         or _idle_everywhere(run_view, alive, patience)
@@ -250,7 +251,7 @@ def _apart_in_collectives(
     if len(stuck) < 2 or len(stuck) < len(alive):
         return None
     limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
-    if since_s < limits.suspect_s or _are_moving(run_view, stuck):
+    if since_s < limits.suspect_s:
         return None
     named = mismatch(run_view, stuck)
     if named is None or _network_has_problems(run_view):
@@ -268,11 +269,26 @@ def _apart_in_collectives(
     )
 
 
-def _are_moving(run_view: RunView, stuck: Sequence[RankView]) -> bool:
-    """Whether collectives of sharded weights still complete, between which there is no
-    heartbeat.
+def _still_complete(run_view: RunView, alive: Sequence[RankView], patience: Patience) -> Suspicion | None:
+    """Collectives of sharded weights, between which there is no heartbeat, have completed between
+    two inspections: the ranks are inspected again.
     """
-    return any(run_view.looks[view.rank].has_moved for view in stuck if view.rank in run_view.looks)
+    if not any(run_view.looks[view.rank].has_moved for view in alive if view.rank in run_view.looks):
+        return None
+    limits, since_s = _limits_of_all(alive, patience), min(view.idle_s for view in alive)
+    if not limits.suspect_s <= since_s < limits.act_s or not all(_waits(v, run_view) for v in alive):
+        return None
+    return _to_inspect(run_view, alive, since_s, is_quiet=limits.apart_s > limits.name_s)
+
+
+def _to_inspect(run_view: RunView, alive: Sequence[RankView], since_s: float, *, is_quiet: bool) -> Suspicion:
+    """All ranks are silent, and only their stacks show whether they stall."""
+    ranks = [view.rank for view in alive]
+    summary = f"{labels(run_view, ranks)} are silent, {describe_activity(alive[0])}, for {since_s:.0f} s"
+    unsure = verdict("rank_stalled", summary, run_view, ranks=ranks, since_s=since_s)
+    return Suspicion(
+        unsure, since_s, is_named=False, ends_in_s=None, to_inspect=tuple(ranks), is_quiet=is_quiet
+    )
 
 
 def _network_has_problems(run_view: RunView) -> bool:
@@ -292,7 +308,7 @@ def _together_in_a_collective(
     if not stuck or len(stuck) < len(alive):
         return None
     limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
-    if since_s < limits.suspect_s or _are_moving(run_view, stuck):
+    if since_s < limits.suspect_s:
         return None
     is_foreign = any(view.beat is not None and view.beat.is_foreign for view in stuck)
     ended = {rank for rank, view in run_view.views.items() if view.has_ended and not view.reported_result}
@@ -371,10 +387,7 @@ def _may_all_wait(run_view: RunView, alive: Sequence[RankView], patience: Patien
     limits, since_s = _limits_of_all(alive, patience), min(view.idle_s for view in alive)
     if not limits.suspect_s <= since_s < limits.act_s or limits.apart_s == limits.name_s:
         return None
-    ranks = [view.rank for view in alive]
-    summary = f"{labels(run_view, ranks)} are silent, {describe_activity(alive[0])}, for {since_s:.0f} s"
-    unsure = verdict("rank_stalled", summary, run_view, ranks=ranks, since_s=since_s)
-    return Suspicion(unsure, since_s, is_named=False, ends_in_s=None, to_inspect=tuple(ranks), is_quiet=True)
+    return _to_inspect(run_view, alive, since_s, is_quiet=True)
 
 
 def _idle_limit_s(beat: Beat) -> float:

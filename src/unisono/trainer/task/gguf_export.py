@@ -182,8 +182,8 @@ def _by_converter(
 
 def _warn_of_other_tokens(path: Path, tokenizer: Any, texts: list[str], report: Reporter) -> None:
     split = tokens_in_llama_cpp(path, texts)
-    wanted = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    others = [text for text, here, ids in zip(texts, split or wanted, wanted, strict=True) if here != ids]
+    expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    others = [text for text, here, ids in zip(texts, split or expected, expected, strict=True) if here != ids]
     if others:
         report.warning(
             "other_tokens",
