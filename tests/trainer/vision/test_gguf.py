@@ -22,7 +22,7 @@ from transformers import AutoModelForImageTextToText
 from tests import needs
 from tests.trainer.vision.conftest import Gallery
 from tests.vision_models import draw, gemma3, internvl, llava, processor_of, qwen2_5_vl
-from unisono.base.errors import IntegrityError, ModelError
+from unisono.base.errors import IntegrityError, ModelError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.messages import Message
 from unisono.trainer.plan.task_requests import GgufRequest, RequestedModel
@@ -45,9 +45,13 @@ class _Kept(Reporter):
             self.warnings.append(str(message))
 
 
-def export(target: Path, out: Path, *, quantize: str = "f32") -> tuple[dict[str, Any], list[str]]:
+def export(
+    target: Path, out: Path, *, quantize: str = "f32", converter: str | None = None
+) -> tuple[dict[str, Any], list[str]]:
     report = _Kept()
-    request = GgufRequest(model=RequestedModel(str(target)), out=str(out), quantize=quantize)
+    request = GgufRequest(
+        model=RequestedModel(str(target)), out=str(out), quantize=quantize, converter=converter
+    )
     return dict(gguf_export.run(request, report)), report.warnings
 
 
@@ -231,4 +235,9 @@ def test_what_cannot_be_written_is_refused_by_name(gallery: Gallery, tmp_path: P
         export(run, tmp_path / "out")
 
     assert "convert_hf_to_gguf.py --mmproj" in refused.value.problems[0].fix
+    with pytest.raises(ModelError, match="trained the projector part"):
+        export(run, tmp_path / "out", converter="convert_hf_to_gguf.py")
+    writable_gemma3(tmp_path / "gemma3")
+    with pytest.raises(UsageError, match="would lack the vision part"):
+        export(tmp_path / "gemma3", tmp_path / "out", converter="convert_hf_to_gguf.py")
     assert not (tmp_path / "out").exists()

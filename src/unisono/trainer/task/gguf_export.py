@@ -148,6 +148,12 @@ def _by_converter(
     """Merges into a directory of transformers, has llama.cpp's converter write the file, and
     compares that with the model.
     """
+    if _writes_vision(target, report):
+        raise UsageError.of(
+            f"the converter's file of {target.name} would lack the vision part",
+            where="--converter",
+            fix="omit --converter: both parts of this model are written without it",
+        )
     with whole_directory(out) as directory:
         directory.mkdir()
         merged = directory / "merged"
